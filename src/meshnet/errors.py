@@ -1,0 +1,110 @@
+"""The exception tree. Catch by layer; the message says what was wrong and what to do.
+
+MeshnetError
+├── UsageError              bad input from a person: option, file, configuration
+│   ├── StoreError          the store root is missing, forbidden or full
+│   └── ArtifactError       a model file is missing, malformed or not what it should be
+├── RequestError            bad input from an API client (HTTP 4xx)
+│   ├── UnknownModel
+│   ├── PromptTooLong
+│   └── BadParameter
+├── RouteError              the mesh cannot serve the request now (HTTP 429/5xx)
+│   ├── NoRoute             no set of ready shards covers the model
+│   ├── Overloaded          every route is full
+│   ├── HopRefused          a worker refused, with its typed reason
+│   └── HopLost             a worker went away in mid-session
+├── TrackerUnavailable      the tracker did not answer
+├── NotAuthorized           wrong or missing API key or join token
+└── WorkerError             a worker process failed to start or died
+"""
+
+from __future__ import annotations
+
+
+class MeshnetError(Exception):
+    """Base of every error that Meshnet raises on purpose."""
+
+
+class UsageError(MeshnetError):
+    """Bad input from a person."""
+
+
+class StoreError(UsageError):
+    """The store root is missing, forbidden or full."""
+
+
+class ArtifactError(UsageError):
+    """A model file is missing, malformed or not what it should be."""
+
+
+class RequestError(MeshnetError):
+    """Bad input from an API client. ``param`` names the offending parameter, if one does."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class UnknownModel(RequestError):
+    """No artifact of that name is known."""
+
+
+class PromptTooLong(RequestError):
+    """Prompt and answer do not fit the session; both counts are in the message and in the attributes."""
+
+    def __init__(self, message: str, *, requested_tokens: int, limit_tokens: int) -> None:
+        super().__init__(message, param="messages")
+        self.requested_tokens = requested_tokens
+        self.limit_tokens = limit_tokens
+
+
+class BadParameter(RequestError):
+    """A parameter has a value outside its range or is not supported."""
+
+
+class RouteError(MeshnetError):
+    """The mesh cannot serve the request now."""
+
+
+class NoRoute(RouteError):
+    """No set of ready shards covers the model."""
+
+
+class Overloaded(RouteError):
+    """Every route is full. ``retry_after_s`` is a hint for the client."""
+
+    def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class HopRefused(RouteError):
+    """A worker refused. ``refusal`` is the name of the ``Refusal`` in shard.proto."""
+
+    def __init__(self, message: str, *, refusal: str, shard_id: str, requested: int = 0, limit: int = 0) -> None:
+        super().__init__(message)
+        self.refusal = refusal
+        self.shard_id = shard_id
+        self.requested = requested
+        self.limit = limit
+
+
+class HopLost(RouteError):
+    """A worker went away in mid-session. ``hop_index`` and ``shard_id`` name it."""
+
+    def __init__(self, message: str, *, hop_index: int, shard_id: str) -> None:
+        super().__init__(message)
+        self.hop_index = hop_index
+        self.shard_id = shard_id
+
+
+class TrackerUnavailable(MeshnetError):
+    """The tracker did not answer."""
+
+
+class NotAuthorized(MeshnetError):
+    """Wrong or missing API key or join token."""
+
+
+class WorkerError(MeshnetError):
+    """A worker process failed to start or died."""
