@@ -14,6 +14,7 @@ MeshnetError
 │   ├── HopRefused          a worker refused, with its typed reason
 │   └── HopLost             a worker went away in mid-session
 ├── TrackerUnavailable      the tracker did not answer
+├── LeaseLost               the tracker no longer knows this node's lease
 ├── NotAuthorized           wrong or missing API key or join token
 └── WorkerError             a worker process failed to start or died
 """
@@ -100,6 +101,18 @@ class HopLost(RouteError):
 
 class TrackerUnavailable(MeshnetError):
     """The tracker did not answer."""
+
+
+class LeaseLost(MeshnetError):
+    """The tracker no longer honours this node's lease.
+
+    ``superseded`` is True if another process registered under the same node id, False if the lease merely ran out or
+    was forgotten: then registering again is the way on.
+    """
+
+    def __init__(self, message: str, *, superseded: bool) -> None:
+        super().__init__(message)
+        self.superseded = superseded
 
 
 class NotAuthorized(MeshnetError):
