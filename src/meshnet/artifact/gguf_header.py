@@ -1,0 +1,206 @@
+"""Reads the metadata of a GGUF file in bounded time, whatever the file claims about itself.
+
+The ``gguf`` package's reader keeps one array view per vocabulary entry (seconds for a large vocabulary) and trusts
+the counts in the file, so that a few hostile bytes keep it busy for ever. Here every count is checked against the
+bytes that are left, arrays are stepped over, and only scalars and strings are kept. Tensor data is never read.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from gguf.constants import GGUF_MAGIC, GGUFValueType
+
+from meshnet.errors import ArtifactError
+
+SUPPORTED_VERSIONS = (2, 3)
+
+#: Far above any real model, and small enough that a walk over them takes a moment.
+MAX_KEYS = 65_536
+MAX_TENSORS = 1_000_000
+#: Elements of all nested or string arrays of one file, which must be stepped over one by one.
+MAX_STEPPED_ELEMENTS = 20_000_000
+MAX_NAME_BYTES = 65_535
+MAX_TEXT_BYTES = 16 << 20
+
+Scalar = int | float | bool | str
+
+_SCALARS = {
+    GGUFValueType.UINT8: struct.Struct("<B"),
+    GGUFValueType.INT8: struct.Struct("<b"),
+    GGUFValueType.UINT16: struct.Struct("<H"),
+    GGUFValueType.INT16: struct.Struct("<h"),
+    GGUFValueType.UINT32: struct.Struct("<I"),
+    GGUFValueType.INT32: struct.Struct("<i"),
+    GGUFValueType.FLOAT32: struct.Struct("<f"),
+    GGUFValueType.BOOL: struct.Struct("<?"),
+    GGUFValueType.UINT64: struct.Struct("<Q"),
+    GGUFValueType.INT64: struct.Struct("<q"),
+    GGUFValueType.FLOAT64: struct.Struct("<d"),
+}
+_U32 = struct.Struct("<I")
+_U64 = struct.Struct("<Q")
+_HEADER = struct.Struct("<IIQQ")
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """Scalar and string metadata of one file; arrays are left out. ``n_tensors`` counts this file's tensors."""
+
+    path: Path
+    version: int
+    n_tensors: int
+    values: dict[str, Scalar]
+
+    def text(self, key: str) -> str | None:
+        """The string at ``key``, or None if there is none.
+
+        Raises:
+            ArtifactError: the value is not a string.
+        """
+        value = self.values.get(key)
+        if value is None or isinstance(value, str):
+            return value
+        raise ArtifactError(f"{self.path}: metadata {key} is not text; the file is malformed, fetch it again")
+
+    def count(self, key: str) -> int | None:
+        """The whole number >= 0 at ``key``, or None if there is none.
+
+        Raises:
+            ArtifactError: the value is not one.
+        """
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ArtifactError(f"{self.path}: metadata {key} is not a count; the file is malformed, fetch it again")
+        return value
+
+
+def read_header(path: Path) -> GgufHeader:
+    """Read and check magic, version, metadata and the shape of the tensor table.
+
+    Raises:
+        ArtifactError: the file is missing, unreadable, not a GGUF, truncated or malformed.
+    """
+    try:
+        with path.open("rb") as file:
+            start = file.read(_HEADER.size)
+            _check_start(path, start)
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _Walker(path, data).header()
+    except OSError as error:
+        raise ArtifactError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _check_start(path: Path, start: bytes) -> None:
+    if len(start) < 4 or _U32.unpack_from(start)[0] != GGUF_MAGIC:
+        raise ArtifactError(f"{path} is not a GGUF file: it does not begin with the letters GGUF")
+    if len(start) < _HEADER.size:
+        raise ArtifactError(f"{path} is too small to be a GGUF file ({len(start)} bytes); fetch it again")
+    version = _U32.unpack_from(start, 4)[0]
+    if version not in SUPPORTED_VERSIONS:
+        swapped = version & 0xFFFF == 0 and version != 0
+        hint = "it is big-endian" if swapped else f"it has version {version}"
+        raise ArtifactError(f"{path} is a GGUF file that Meshnet cannot use: {hint}; little-endian 2 or 3 is needed")
+
+
+class _Walker:
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self.path = path
+        self.data = data
+        self.size = len(data)
+        self.at = 0
+        self.stepped = 0
+
+    def header(self) -> GgufHeader:
+        _, version, n_tensors, n_keys = _HEADER.unpack_from(self.data)
+        self.at = _HEADER.size
+        if n_keys > MAX_KEYS or n_tensors > MAX_TENSORS:
+            raise self.malformed(f"it claims {n_keys} metadata keys and {n_tensors} tensors")
+        values: dict[str, Scalar] = {}
+        seen: set[str] = set()
+        for _ in range(n_keys):
+            key = self.text(MAX_NAME_BYTES, "a metadata key")
+            if key in seen:
+                raise self.malformed(f"metadata key {key!r} occurs twice")
+            seen.add(key)
+            value = self.value(self.type(key), key)
+            if value is not None:
+                values[key] = value
+        for _ in range(n_tensors):
+            self.tensor()
+        return GgufHeader(self.path, version, n_tensors, values)
+
+    def malformed(self, what: str) -> ArtifactError:
+        return ArtifactError(f"{self.path} is malformed: {what}; fetch it again")
+
+    def take(self, n_bytes: int, what: str) -> int:
+        """Step over ``n_bytes``; the offset where they begin."""
+        begin = self.at
+        if n_bytes > self.size - begin:
+            raise ArtifactError(f"{self.path} is truncated: it ends inside {what}; fetch it again")
+        self.at = begin + n_bytes
+        return begin
+
+    def u32(self, what: str) -> int:
+        return int(_U32.unpack_from(self.data, self.take(4, what))[0])
+
+    def u64(self, what: str) -> int:
+        return int(_U64.unpack_from(self.data, self.take(8, what))[0])
+
+    def text(self, max_bytes: int, what: str) -> str:
+        n_bytes = self.u64(what)
+        if n_bytes > max_bytes and n_bytes <= self.size - self.at:
+            raise self.malformed(f"{what} is {n_bytes} bytes long")
+        begin = self.take(n_bytes, what)
+        return self.data[begin : begin + n_bytes].decode("utf-8", errors="replace")
+
+    def type(self, key: str) -> GGUFValueType:
+        number = self.u32(f"the type of {key!r}")
+        try:
+            return GGUFValueType(number)
+        except ValueError:
+            raise self.malformed(f"{key!r} has unknown type {number}") from None
+
+    def value(self, kind: GGUFValueType, key: str) -> Scalar | None:
+        if kind is GGUFValueType.STRING:
+            return self.text(MAX_TEXT_BYTES, f"{key!r}")
+        if kind is GGUFValueType.ARRAY:
+            self.array(key)
+            return None
+        scalar = _SCALARS[kind]
+        value: Scalar = scalar.unpack_from(self.data, self.take(scalar.size, f"{key!r}"))[0]
+        return value
+
+    def array(self, key: str) -> None:
+        what = f"the array {key!r}"
+        kind = self.type(key)
+        count = self.u64(what)
+        if kind is GGUFValueType.ARRAY:
+            raise self.malformed(f"{what} is nested")
+        if kind in _SCALARS:
+            self.take(count * _SCALARS[kind].size, what)
+            return
+        # Each string takes 8 bytes at least: the count is checked before the first step.
+        if count * 8 > self.size - self.at:
+            raise ArtifactError(f"{self.path} is truncated: it ends inside {what}; fetch it again")
+        self.stepped += count
+        if self.stepped > MAX_STEPPED_ELEMENTS:
+            raise self.malformed(f"{what} has {count} elements")
+        data, at, last, unpack = self.data, self.at, self.size - 8, _U64.unpack_from
+        for _ in range(count):
+            if at > last:
+                raise ArtifactError(f"{self.path} is truncated: it ends inside {what}; fetch it again")
+            at += 8 + unpack(data, at)[0]
+        self.take(at - self.at, what)
+
+    def tensor(self) -> None:
+        name = self.text(MAX_NAME_BYTES, "a tensor name")
+        n_dims = self.u32(f"tensor {name!r}")
+        if n_dims > 4:
+            raise self.malformed(f"tensor {name!r} has {n_dims} dimensions")
+        self.take(n_dims * 8 + 4 + 8, f"tensor {name!r}")
