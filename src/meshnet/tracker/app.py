@@ -1,0 +1,160 @@
+"""The tracker's HTTP face, for nodes and for gateways that run apart: ``/tracker/v1/…``, join token as Bearer.
+
+Errors are ``{"error": {"code": …, "message": …}}``; the codes are those of `FAULTS`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, FastAPI, Path, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException as StarletteHTTPException
+
+from meshnet.core import Noun
+from meshnet.errors import (
+    LeaseLost,
+    MeshnetError,
+    NoRoute,
+    NotAuthorized,
+    Overloaded,
+    RequestError,
+    TrackerUnavailable,
+    UnknownModel,
+)
+from meshnet.tracker.auth import bearer_is
+from meshnet.tracker.messages import (
+    Departure,
+    Heartbeat,
+    OpenSession,
+    Registration,
+    ServedModels,
+    SessionEnd,
+    parse,
+)
+from meshnet.tracker.tracker import Tracker
+
+PREFIX = "/tracker/v1"
+
+#: Most bytes of a request body: 64 shards with large boundary schemas stay far below.
+MAX_BODY_BYTES = 2 << 20
+
+NODE_ID = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
+NodeId = Annotated[str, Path(pattern=NODE_ID)]
+SessionIdPath = Annotated[str, Path(pattern=r"^[0-9a-f]{32}$")]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """How an exception travels: HTTP status and code."""
+
+    kind: type[MeshnetError]
+    status: int
+    code: str
+
+
+#: The first that fits wins, so subclasses stand before their bases.
+FAULTS = (
+    Fault(NotAuthorized, 401, "not_authorized"),
+    Fault(UnknownModel, 404, "unknown_model"),
+    Fault(RequestError, 422, "bad_request"),
+    Fault(NoRoute, 503, "no_route"),
+    Fault(Overloaded, 429, "overloaded"),
+    Fault(LeaseLost, 409, "lease_lost"),
+    Fault(TrackerUnavailable, 503, "tracker_unavailable"),
+)
+
+
+def create_app(tracker: Tracker, join_token: str) -> FastAPI:
+    """The ASGI application over a running tracker. It does not own the tracker."""
+    app = FastAPI(title="Meshnet tracker", openapi_url=None, docs_url=None, redoc_url=None)
+
+    async def authorized(request: Request) -> None:
+        if not bearer_is(request.headers.get("authorization"), join_token):
+            raise NotAuthorized("wrong or missing join token; pass the one that `meshnet serve` printed")
+
+    guarded = [Depends(authorized)]
+
+    @app.post(PREFIX + "/nodes/{node_id}/lease", dependencies=guarded)
+    async def register(node_id: NodeId, request: Request) -> Response:
+        return _json(await tracker.registry.register(node_id, parse(Registration, await _body(request))))
+
+    @app.post(PREFIX + "/nodes/{node_id}/heartbeat", dependencies=guarded)
+    async def heartbeat(node_id: NodeId, request: Request) -> Response:
+        await tracker.registry.heartbeat(node_id, parse(Heartbeat, await _body(request)))
+        return Response(status_code=204)
+
+    @app.post(PREFIX + "/nodes/{node_id}/departure", dependencies=guarded)
+    async def depart(node_id: NodeId, request: Request) -> Response:
+        await tracker.registry.deregister(node_id, parse(Departure, await _body(request)))
+        return Response(status_code=204)
+
+    @app.get(PREFIX + "/models", dependencies=guarded)
+    async def models() -> Response:
+        return _json(ServedModels(models=tuple(await tracker.sessions.models())))
+
+    @app.post(PREFIX + "/sessions", dependencies=guarded)
+    async def open_session(request: Request) -> Response:
+        wanted = parse(OpenSession, await _body(request))
+        return _json(await tracker.sessions.open_session(wanted.model, avoid_shards=wanted.avoid_shards))
+
+    @app.post(PREFIX + "/sessions/{session_id}/end", dependencies=guarded)
+    async def close_session(session_id: SessionIdPath, request: Request) -> Response:
+        end = parse(SessionEnd, await _body(request))
+        await tracker.sessions.close_session(
+            session_id, finish_cause=end.finish_cause, generated_tokens=end.generated_tokens
+        )
+        return Response(status_code=204)
+
+    @app.get(PREFIX + "/status", dependencies=guarded)
+    async def status() -> Response:
+        return _json(await tracker.status())
+
+    app.add_exception_handler(MeshnetError, _on_error)
+    app.add_exception_handler(RequestValidationError, _on_bad_path)
+    app.add_exception_handler(StarletteHTTPException, _on_http_error)
+    return app
+
+
+async def _body(request: Request) -> bytes:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise RequestError(f"the body is larger than {MAX_BODY_BYTES} bytes")
+    return bytes(body)
+
+
+def _json(answer: Noun) -> Response:
+    return Response(answer.model_dump_json(), media_type="application/json")
+
+
+def _error(status: int, code: str, message: str, **details: object) -> JSONResponse:
+    return JSONResponse({"error": {"code": code, "message": message, **details}}, status_code=status)
+
+
+async def _on_error(_: Request, error: Exception) -> Response:
+    fault = next((fault for fault in FAULTS if isinstance(error, fault.kind)), None)
+    if fault is None:
+        raise error
+    details: dict[str, object] = {}
+    if isinstance(error, Overloaded):
+        details["retry_after_s"] = error.retry_after_s
+    if isinstance(error, LeaseLost):
+        details["superseded"] = error.superseded
+    if isinstance(error, RequestError):
+        details["param"] = error.param
+    return _error(fault.status, fault.code, str(error), **details)
+
+
+async def _on_bad_path(_: Request, error: Exception) -> Response:
+    faults = error.errors() if isinstance(error, RequestValidationError) else []
+    told = "; ".join(f"{fault['loc'][-1]}: {fault['msg']}" for fault in faults)
+    return _error(422, "bad_request", told or str(error))
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, StarletteHTTPException) else 500
+    return _error(status, "http_error", f"{request.method} {request.url.path}: {getattr(error, 'detail', error)}")

@@ -1,0 +1,170 @@
+"""The tracker over HTTP: `TrackerClient` for nodes and the command line, `HttpRouteSource` for a gateway alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+from pydantic import ValidationError
+
+from meshnet.core import FinishCause, Noun, RouteSession, ServedModel
+from meshnet.errors import (
+    LeaseLost,
+    MeshnetError,
+    NoRoute,
+    NotAuthorized,
+    Overloaded,
+    RequestError,
+    TrackerUnavailable,
+    UnknownModel,
+    UsageError,
+)
+from meshnet.tracker.app import PREFIX
+from meshnet.tracker.messages import (
+    Departure,
+    Heartbeat,
+    Lease,
+    N,
+    OpenSession,
+    Registration,
+    ServedModels,
+    SessionEnd,
+    TrackerStatus,
+)
+
+#: Connecting and answering; the tracker does no long work in a request.
+DEFAULT_TIMEOUT_S = 5.0
+
+
+class TrackerClient:
+    """One tracker at ``url`` (for example ``http://192.0.2.1:8080``). Use as an async context manager, or ``close``.
+
+    Every call raises ``TrackerUnavailable`` if no tracker answers, ``NotAuthorized`` if it does not know the join
+    token, ``RequestError`` if it refuses the message; calls name what else they raise.
+    """
+
+    def __init__(self, url: str, join_token: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        self.url = base_url(url)
+        if not join_token.isascii() or not join_token.isprintable():
+            raise UsageError("the join token holds characters that no token has; copy the one `meshnet serve` printed")
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            headers={"authorization": f"Bearer {join_token}"},
+            timeout=timeout_s,
+            # Trackers are addressed directly, whatever proxy the environment names.
+            trust_env=False,
+        )
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def register(self, node_id: str, registration: Registration) -> Lease:
+        return _read(Lease, await self._call("POST", f"/nodes/{node_id}/lease", registration))
+
+    async def heartbeat(self, node_id: str, beat: Heartbeat) -> None:
+        """Raises ``LeaseLost`` if the lease has ended."""
+        await self._call("POST", f"/nodes/{node_id}/heartbeat", beat)
+
+    async def deregister(self, node_id: str, departure: Departure) -> None:
+        """Raises ``LeaseLost`` if the lease has ended already."""
+        await self._call("POST", f"/nodes/{node_id}/departure", departure)
+
+    async def status(self) -> TrackerStatus:
+        return _read(TrackerStatus, await self._call("GET", "/status"))
+
+    async def models(self) -> Sequence[ServedModel]:
+        return _read(ServedModels, await self._call("GET", "/models")).models
+
+    async def open_session(self, model: str, *, avoid_shards: Sequence[str] = ()) -> RouteSession:
+        """Raises ``UnknownModel``, ``NoRoute`` or ``Overloaded``."""
+        try:
+            wanted = OpenSession(model=model, avoid_shards=tuple(avoid_shards))
+        except ValidationError:
+            raise UnknownModel(f"model {model[:200]!r} is not known", param="model") from None
+        return _read(RouteSession, await self._call("POST", "/sessions", wanted))
+
+    async def close_session(self, session_id: str, *, finish_cause: FinishCause, generated_tokens: int) -> None:
+        await self._call(
+            "POST",
+            f"/sessions/{session_id}/end",
+            SessionEnd(finish_cause=finish_cause, generated_tokens=generated_tokens),
+        )
+
+    async def _call(self, method: str, path: str, message: Noun | None = None) -> bytes:
+        try:
+            answer = await self._http.request(
+                method, PREFIX + path, content=message.model_dump_json() if message is not None else None
+            )
+        except httpx.HTTPError as error:
+            raise TrackerUnavailable(
+                f"no answer from the tracker at {self.url} ({_cause(error)}); is `meshnet serve` running there?"
+            ) from error
+        if answer.is_success:
+            return answer.content
+        raise _error_from(answer, self.url)
+
+
+class HttpRouteSource(TrackerClient):
+    """``core.RouteSource`` for a gateway that runs apart from its tracker."""
+
+
+def base_url(url: str) -> str:
+    """``url`` without a slash at its end.
+
+    Raises:
+        UsageError: not an http(s) URL with a host.
+    """
+    try:
+        parsed = httpx.URL(url)
+    except (httpx.InvalidURL, TypeError) as error:
+        raise UsageError(f"{url!r} is not a URL: {error}") from None
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise UsageError(f"{url!r} is not a URL of a tracker or gateway; write http://HOST:PORT")
+    return url.rstrip("/")
+
+
+def _read(model: type[N], content: bytes) -> N:
+    try:
+        return model.model_validate_json(content)
+    except ValidationError as error:
+        raise TrackerUnavailable(
+            f"the tracker's answer is not a {model.__name__} ({error.error_count()} faults); "
+            "is it another version of Meshnet?"
+        ) from error
+
+
+def _cause(error: httpx.HTTPError) -> str:
+    return str(error) or type(error).__name__
+
+
+def _error_from(answer: httpx.Response, url: str) -> MeshnetError:
+    try:
+        told: Mapping[str, Any] = json.loads(answer.content)["error"]
+        code, message = str(told["code"]), str(told["message"])
+    except (ValueError, KeyError, TypeError):
+        return TrackerUnavailable(f"{url} answered {answer.status_code} and not as a Meshnet tracker does")
+    match code:
+        case "not_authorized":
+            return NotAuthorized(message)
+        case "unknown_model":
+            return UnknownModel(message, param="model")
+        case "bad_request":
+            return RequestError(message, param=told.get("param"))
+        case "no_route":
+            return NoRoute(message)
+        case "overloaded":
+            return Overloaded(message, retry_after_s=int(told.get("retry_after_s") or 1))
+        case "lease_lost":
+            return LeaseLost(message, superseded=bool(told.get("superseded")))
+    return TrackerUnavailable(f"the tracker at {url} failed ({answer.status_code} {code}): {message}")

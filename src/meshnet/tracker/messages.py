@@ -1,0 +1,174 @@
+"""What travels between nodes, gateways, the command line and the tracker's HTTP face.
+
+Parsed strictly (no string for a number) with `parse`; unknown fields are ignored, so newer peers may say more.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Annotated, TypeVar
+
+from pydantic import Field, ValidationError, model_validator
+
+from meshnet.core import Digest, FinishCause, LayerRange, Name, Noun, ServedModel, Shard
+from meshnet.errors import RequestError
+
+#: Of the Meshnet that runs here.
+VERSION = version("meshnet")
+
+#: Most shards one node may advertise.
+MAX_SHARDS_PER_NODE = 64
+
+Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Epoch = Annotated[int, Field(ge=1, le=2**53)]
+SessionId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+#: Random per process start: tells a repeated call of one process from a second process with the same node id.
+Instance = Annotated[str, Field(pattern=r"^[0-9a-f]{16,64}$")]
+WorkerKey = Annotated[str, Field(pattern=r"^([0-9a-f]{2}){16,64}$")]
+Version = Annotated[str, Field(min_length=1, max_length=100)]
+
+N = TypeVar("N", bound=Noun)
+
+
+class ShardLoad(Noun):
+    """What a worker reports about itself: ``StatusResponse`` in shard.proto."""
+
+    open_sessions: Count = 0
+    kv_tokens: Count = 0
+    queued_frames: Count = 0
+    draining: bool = False
+    prefill_tokens: Count = 0
+    prefill_compute_us: Count = 0
+    decode_tokens: Count = 0
+    decode_compute_us: Count = 0
+    resident_bytes: Count = 0
+
+
+class ShardAdvertisement(Noun):
+    """A shard that is ready for sessions, the key its tickets are made with, and its load."""
+
+    shard: Shard
+    worker_key: WorkerKey
+    load: ShardLoad = ShardLoad()
+
+
+class Registration(Noun):
+    """A node asks for a lease."""
+
+    instance: Instance
+    version: Version
+
+
+class Lease(Noun):
+    """The tracker's answer: quote the epoch in every heartbeat, and report every ``heartbeat_ms``."""
+
+    lease_epoch: Epoch
+    heartbeat_ms: Annotated[int, Field(ge=1)]
+    ttl_ms: Annotated[int, Field(ge=1)]
+
+
+class Heartbeat(Noun):
+    """All shards of a node that are ready now. A shard that is missing here is withdrawn."""
+
+    lease_epoch: Epoch
+    instance: Instance
+    shards: Annotated[tuple[ShardAdvertisement, ...], Field(max_length=MAX_SHARDS_PER_NODE)] = ()
+
+    @model_validator(mode="after")
+    def _distinct(self) -> Heartbeat:
+        ids = [advertised.shard.shard_id for advertised in self.shards]
+        if len(set(ids)) != len(ids):
+            raise ValueError("two shards have the same shard_id")
+        return self
+
+
+class Departure(Noun):
+    """A node gives its lease back."""
+
+    lease_epoch: Epoch
+    instance: Instance
+
+
+class OpenSession(Noun):
+    """A gateway asks for a route and its tickets."""
+
+    model: Annotated[str, Field(min_length=1, max_length=200)]
+    avoid_shards: Annotated[tuple[Name, ...], Field(max_length=1000)] = ()
+
+
+class SessionEnd(Noun):
+    """How a session ended."""
+
+    finish_cause: FinishCause
+    generated_tokens: Count
+
+
+class ServedModels(Noun):
+    """Models that a complete route serves now."""
+
+    models: tuple[ServedModel, ...]
+
+
+class ShardStatus(Noun):
+    """One advertised shard. ``open_sessions`` is the tracker's own count, ``load`` the worker's last report."""
+
+    shard_id: str
+    address: str
+    model: str
+    artifact_digest: Digest
+    layers: LayerRange
+    n_layer: int
+    engine: str
+    build_id: str
+    session_slots: int
+    session_capacity_tokens: int
+    open_sessions: int
+    load: ShardLoad
+
+
+class NodeStatus(Noun):
+    """One known node. ``state`` is ``live``, ``lost`` (stopped reporting) or ``left`` (said goodbye)."""
+
+    node_id: str
+    state: str
+    lease_epoch: int
+    version: str
+    last_seen_unix_s: float
+    shards: tuple[ShardStatus, ...]
+
+
+class ModelCoverage(Noun):
+    """Whether an artifact can be served now, and if not, why. ``gaps`` are layers that no shard holds."""
+
+    model: str
+    artifact_digest: Digest
+    n_layer: int
+    routable: bool
+    reason: str | None
+    gaps: tuple[LayerRange, ...]
+
+
+class TrackerStatus(Noun):
+    """What ``meshnet status`` shows. Session ids are capabilities, so only counts are told."""
+
+    version: str
+    nodes: tuple[NodeStatus, ...]
+    models: tuple[ModelCoverage, ...]
+    open_sessions: int
+    closed_sessions: int
+
+
+def parse(model: type[N], body: bytes) -> N:
+    """Read one message.
+
+    Raises:
+        RequestError: not JSON, a field missing, or of a wrong type or value; the message names each.
+    """
+    try:
+        return model.model_validate_json(body, strict=True)
+    except ValidationError as error:
+        faults = error.errors(include_url=False, include_input=False, include_context=False)
+        told = "; ".join(f"{'.'.join(map(str, fault['loc'])) or 'body'}: {fault['msg']}" for fault in faults[:5])
+        more = f" (and {len(faults) - 5} more)" if len(faults) > 5 else ""
+        first = ".".join(map(str, faults[0]["loc"])) or None
+        raise RequestError(f"{model.__name__} is not valid: {told}{more}", param=first) from None
