@@ -1,0 +1,1 @@
+"""What upstream.py is made of. Standard library only: it runs before there is a virtual environment."""
