@@ -1,0 +1,249 @@
+"""Leases, advertisements and expiry against a real SQLite file."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from sqlalchemy import func, select, text
+
+from meshnet.errors import LeaseLost, RequestError, UsageError
+from meshnet.tracker.database import Database, ShardRow, sqlite_url
+from meshnet.tracker.messages import Departure, Heartbeat, Registration, ShardLoad
+from meshnet.tracker.registry import Registry
+from meshnet.tracker.settings import TrackerSettings
+from tests.support.shards import advertise, make_shard
+
+ME = "a" * 32
+SOMEONE_ELSE = "b" * 32
+SETTINGS = TrackerSettings(heartbeat_s=2, lease_ttl_s=6)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+async def database(tmp_path: Path) -> AsyncIterator[Database]:
+    opened = await Database.open(sqlite_url(tmp_path / "tracker.sqlite3"))
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def registry(database: Database, clock: Clock) -> Registry:
+    return Registry(database, SETTINGS, clock=clock)
+
+
+async def register(registry: Registry, node_id: str = "n1", instance: str = ME) -> int:
+    return (await registry.register(node_id, Registration(instance=instance, version="1"))).lease_epoch
+
+
+def beat(epoch: int, *shards: str, instance: str = ME, load: ShardLoad | None = None) -> Heartbeat:
+    return Heartbeat(
+        lease_epoch=epoch,
+        instance=instance,
+        shards=tuple(advertise(make_shard(shard_id, "0:8"), load) for shard_id in shards),
+    )
+
+
+def advertised(registry: Registry) -> list[str]:
+    return [a.shard.shard_id for a in registry.advertised()]
+
+
+async def stored_shards(database: Database) -> int:
+    async with database.reading() as session:
+        return await session.scalar(select(func.count()).select_from(ShardRow)) or 0
+
+
+async def test_a_heartbeat_replaces_what_a_node_offers(registry: Registry, database: Database) -> None:
+    epoch = await register(registry)
+    assert advertised(registry) == []
+    await registry.heartbeat("n1", beat(epoch, "a", "b"))
+    assert advertised(registry) == ["a", "b"]
+    assert await stored_shards(database) == 2
+    await registry.heartbeat("n1", beat(epoch, "b"))
+    assert advertised(registry) == ["b"]
+    assert await stored_shards(database) == 1
+
+
+async def test_load_is_kept_from_the_last_heartbeat(registry: Registry) -> None:
+    epoch = await register(registry)
+    await registry.heartbeat("n1", beat(epoch, "a", load=ShardLoad(open_sessions=3)))
+    (offer,) = registry.advertised()
+    assert offer.load.open_sessions == 3
+    await registry.heartbeat("n1", beat(epoch, "a", load=ShardLoad(open_sessions=1)))
+    (offer,) = registry.advertised()
+    assert offer.load.open_sessions == 1
+
+
+async def test_a_quick_rejoin_is_the_same_node(registry: Registry) -> None:
+    epoch = await register(registry)
+    await registry.heartbeat("n1", beat(epoch, "a"))
+    again = await register(registry, instance=SOMEONE_ELSE)
+    assert again == epoch + 1
+    # No ghost: what the earlier process offered is gone, and there is one node.
+    assert advertised(registry) == []
+    assert [node.node_id for node in registry.nodes()] == ["n1"]
+
+
+async def test_the_old_lease_is_refused_after_a_rejoin(registry: Registry) -> None:
+    epoch = await register(registry)
+    await register(registry, instance=SOMEONE_ELSE)
+    with pytest.raises(LeaseLost, match="registered again by another process") as caught:
+        await registry.heartbeat("n1", beat(epoch, "a"))
+    assert caught.value.superseded
+    with pytest.raises(LeaseLost) as caught:
+        await registry.deregister("n1", Departure(lease_epoch=epoch, instance=ME))
+    assert caught.value.superseded
+    assert advertised(registry) == []
+
+
+async def test_an_earlier_epoch_of_the_same_process_may_register_again(registry: Registry) -> None:
+    # Its first registration was answered too late, so it asked twice.
+    epoch = await register(registry)
+    await register(registry)
+    with pytest.raises(LeaseLost, match="register again") as caught:
+        await registry.heartbeat("n1", beat(epoch))
+    assert not caught.value.superseded
+
+
+async def test_an_unknown_node_is_told_to_register(registry: Registry) -> None:
+    with pytest.raises(LeaseLost, match="not registered here") as caught:
+        await registry.heartbeat("n1", beat(1))
+    assert not caught.value.superseded
+
+
+async def test_a_silent_node_is_lost_after_its_lease(registry: Registry, clock: Clock, database: Database) -> None:
+    epoch = await register(registry)
+    await registry.heartbeat("n1", beat(epoch, "a"))
+    clock.now += 5.9
+    assert await registry.expire() == ()
+    assert advertised(registry) == ["a"]
+    clock.now += 0.1
+    # Routes stop using it at the deadline, not when expiry happens to run.
+    assert advertised(registry) == []
+    assert [node.state for node in registry.nodes()] == ["lost"]
+    assert await registry.expire() == ("n1",)
+    assert await registry.expire() == ()
+    assert await stored_shards(database) == 0
+    with pytest.raises(LeaseLost, match="has ended") as caught:
+        await registry.heartbeat("n1", beat(epoch, "a"))
+    assert not caught.value.superseded
+    assert await register(registry) == epoch + 1
+
+
+async def test_heartbeats_keep_a_lease(registry: Registry, clock: Clock) -> None:
+    epoch = await register(registry)
+    for _ in range(5):
+        clock.now += 5
+        await registry.heartbeat("n1", beat(epoch, "a"))
+        assert await registry.expire() == ()
+    assert advertised(registry) == ["a"]
+
+
+async def test_a_node_that_leaves_is_gone_at_once(registry: Registry, database: Database) -> None:
+    epoch = await register(registry)
+    await registry.heartbeat("n1", beat(epoch, "a"))
+    await registry.deregister("n1", Departure(lease_epoch=epoch, instance=ME))
+    assert advertised(registry) == []
+    assert [node.state for node in registry.nodes()] == ["left"]
+    assert await stored_shards(database) == 0
+    with pytest.raises(LeaseLost):
+        await registry.heartbeat("n1", beat(epoch, "a"))
+
+
+async def test_a_shard_of_another_node_cannot_be_claimed(registry: Registry) -> None:
+    first = await register(registry, "n1")
+    await registry.heartbeat("n1", beat(first, "a"))
+    second = await register(registry, "n2", SOMEONE_ELSE)
+    with pytest.raises(RequestError, match="shard a belongs to node n1"):
+        await registry.heartbeat("n2", beat(second, "a", instance=SOMEONE_ELSE))
+    (offer,) = registry.advertised()
+    assert offer.shard.shard_id == "a"
+
+
+async def test_a_restart_keeps_nodes_shards_and_keys(database: Database, clock: Clock) -> None:
+    before = Registry(database, SETTINGS, clock=clock)
+    epoch = await register(before)
+    await before.heartbeat("n1", beat(epoch, "a"))
+    gone = await register(before, "n2", SOMEONE_ELSE)
+    await before.deregister("n2", Departure(lease_epoch=gone, instance=SOMEONE_ELSE))
+
+    clock.now += 1000  # however long it was down, nobody could report meanwhile
+    after = Registry(database, SETTINGS, clock=clock)
+    await after.restore()
+    assert after.advertised() == before_restart(before)
+    assert [(node.node_id, node.state) for node in after.nodes()] == [("n1", "live"), ("n2", "left")]
+    assert [model.model for model in after.models()] == ["tiny"]
+    await after.heartbeat("n1", beat(epoch, "a"))
+    clock.now += 6
+    assert await after.expire() == ("n1",)
+    assert await register(after, "n2", SOMEONE_ELSE) == gone + 1
+
+
+def before_restart(registry: Registry) -> object:
+    return tuple(shard for node in registry._nodes.values() for shard in node.shards.values())
+
+
+async def test_models_stay_known_without_shards(registry: Registry) -> None:
+    epoch = await register(registry)
+    await registry.heartbeat("n1", beat(epoch, "a"))
+    await registry.deregister("n1", Departure(lease_epoch=epoch, instance=ME))
+    assert [(model.model, model.n_layer) for model in registry.models()] == [("tiny", 8)]
+
+
+async def test_concurrent_changes_are_all_kept(registry: Registry, database: Database) -> None:
+    async def one(number: int) -> None:
+        node_id = f"n{number}"
+        epoch = await register(registry, node_id)
+        await registry.heartbeat(node_id, beat(epoch, f"s{number}"))
+
+    await asyncio.gather(*(one(number) for number in range(20)))
+    assert len(advertised(registry)) == 20
+    assert await stored_shards(database) == 20
+
+
+async def test_the_database_file_is_private_and_set_up(tmp_path: Path, database: Database) -> None:
+    assert (tmp_path / "tracker.sqlite3").stat().st_mode & 0o777 == 0o600
+    async with database.reading() as session:
+        assert await session.scalar(text("PRAGMA journal_mode")) == "wal"
+        assert await session.scalar(text("PRAGMA foreign_keys")) == 1
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("nonsense", "cannot use database"),
+        ("sqlite+aiosqlite:////proc/none/tracker.sqlite3", "cannot use database"),
+        ("nosuchdb+driver://x/y", "cannot use database"),
+    ],
+)
+async def test_a_bad_database_is_a_usage_error(url: str, told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        await Database.open(url)
+
+
+async def test_a_file_that_is_no_database_is_a_usage_error(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("not a database, but long enough to have a header of one" * 10)
+    with pytest.raises(UsageError, match="file is not a database"):
+        await Database.open(sqlite_url(path))
+
+
+def test_a_lease_shorter_than_two_heartbeats_is_refused() -> None:
+    with pytest.raises(UsageError, match="less than two heartbeats"):
+        TrackerSettings(heartbeat_s=2, lease_ttl_s=3)
+    with pytest.raises(UsageError, match="sweep_s is 0"):
+        TrackerSettings(sweep_s=0)
