@@ -1,0 +1,1 @@
+"""What computes layers: finding and starting the native worker."""

@@ -1,0 +1,131 @@
+"""One shard of a node over time: a worker that is started again whenever it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable
+
+from meshnet.core import Shard
+from meshnet.errors import HopLost, HopRefused, WorkerError
+from meshnet.node.settings import NodeSettings
+from meshnet.node.worker import Worker, WorkerPlan
+from meshnet.rpc.client import WorkerPool
+from meshnet.rpc.generated import shard_pb2 as pb
+from meshnet.tracker.messages import ShardAdvertisement, ShardLoad
+
+log = logging.getLogger(__name__)
+
+
+class ShardKeeper:
+    """Keeps one shard served. ``on_change`` is called whenever it becomes ready or stops being so."""
+
+    def __init__(
+        self,
+        node_id: str,
+        plan: WorkerPlan,
+        settings: NodeSettings,
+        *,
+        on_ready: Callable[[Shard], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        self._node_id = node_id
+        self._plan = plan
+        self._settings = settings
+        self._on_ready = on_ready
+        self._on_change = on_change
+        self._worker: Worker | None = None
+        self._load = ShardLoad()
+        self._unanswered = 0
+
+    async def run(self) -> None:
+        """Serve until cancelled; the worker is then drained.
+
+        Raises:
+            WorkerError: the first start failed. Later failures are retried for ever, with growing pauses.
+        """
+        worker: Worker | None = await self._start()
+        deaths = 0
+        while True:
+            if worker is not None:
+                lived_s = await self._serve(worker)
+                deaths = 1 if lived_s >= self._settings.steady_after_s else deaths + 1
+            else:
+                deaths += 1
+            await asyncio.sleep(self._backoff_s(deaths))
+            try:
+                worker = await self._start()
+            except WorkerError as error:
+                log.error("restart %d of layers %s failed: %s", deaths, self._layers, error)
+                worker = None
+
+    async def advertisement(self, pool: WorkerPool) -> ShardAdvertisement | None:
+        """The shard with its present load, or None while it is not served. A worker that hangs is killed."""
+        worker = self._worker
+        if worker is None:
+            return None
+        try:
+            client = pool.worker(worker.address, shard_id=worker.shard_id)
+            self._load = _load(await client.status(timeout_s=self._settings.status_timeout_s))
+            self._unanswered = 0
+        except (HopLost, HopRefused) as error:
+            self._unanswered += 1
+            if self._unanswered >= self._settings.unanswered_limit and worker is self._worker:
+                log.error("worker %s hangs (%s); killing it", worker.shard_id, error)
+                worker.signal_kill()
+        if worker is not self._worker:
+            return None  # it died while it was asked
+        return ShardAdvertisement(shard=worker.shard, worker_key=worker.worker_key, load=self._load)
+
+    def kill(self) -> None:
+        """End the worker without draining."""
+        if self._worker is not None:
+            self._worker.signal_kill()
+
+    async def _start(self) -> Worker:
+        # A new id per process: a ticket or an avoided shard of the dead worker never means the new one.
+        layers = str(self._layers).replace(":", "-")
+        shard_id = f"{self._node_id}/{layers}.{secrets.token_hex(2)}"
+        log.info("starting a worker for layers %s of %s", self._layers, self._plan.model_name)
+        return await Worker.start(self._plan, shard_id, timeout_s=self._settings.start_timeout_s)
+
+    async def _serve(self, worker: Worker) -> float:
+        """Offer a ready worker until it dies; returns how long it lived, in seconds."""
+        started = time.monotonic()
+        self._load = ShardLoad()
+        self._unanswered = 0
+        self._worker = worker
+        try:
+            self._on_change()
+            self._on_ready(worker.shard)
+            ending = await worker.wait()
+        finally:
+            self._worker = None
+            self._on_change()
+            await worker.stop(drain_timeout_s=self._settings.drain_timeout_s)
+        log.error("worker %s died (%s)%s", worker.shard_id, ending, worker.told())
+        return time.monotonic() - started
+
+    def _backoff_s(self, deaths: int) -> float:
+        doubled_s = self._settings.restart_backoff_s * 2.0 ** min(deaths - 1, 20)
+        return min(doubled_s, self._settings.restart_backoff_max_s)
+
+    @property
+    def _layers(self) -> str:
+        return str(self._plan.options.layers or "all")
+
+
+def _load(status: pb.StatusResponse) -> ShardLoad:
+    return ShardLoad(
+        open_sessions=status.open_sessions,
+        kv_tokens=status.kv_tokens,
+        queued_frames=status.queued_frames,
+        draining=status.draining,
+        prefill_tokens=status.prefill_tokens,
+        prefill_compute_us=status.prefill_compute_us,
+        decode_tokens=status.decode_tokens,
+        decode_compute_us=status.decode_compute_us,
+        resident_bytes=status.resident_bytes,
+    )
