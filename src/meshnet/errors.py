@@ -12,7 +12,8 @@ MeshnetError
 │   ├── NoRoute             no set of ready shards covers the model
 │   ├── Overloaded          every route is full
 │   ├── HopRefused          a worker refused, with its typed reason
-│   └── HopLost             a worker went away in mid-session
+│   ├── HopLost             a worker went away in mid-session
+│   └── DeadlineExceeded    the answer took longer than the gateway allows
 ├── TrackerUnavailable      the tracker did not answer
 ├── LeaseLost               the tracker no longer knows this node's lease
 ├── NotAuthorized           wrong or missing API key or join token
@@ -97,6 +98,10 @@ class HopLost(RouteError):
         super().__init__(message)
         self.hop_index = hop_index
         self.shard_id = shard_id
+
+
+class DeadlineExceeded(RouteError):
+    """The answer took longer than the gateway allows."""
 
 
 class TrackerUnavailable(MeshnetError):

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible API: validates requests, drives Route Sessions, streams answers."""

@@ -1,0 +1,1 @@
+"""Generation Telemetry: what each generation returns about itself. The schema is documented in docs/telemetry.md."""
