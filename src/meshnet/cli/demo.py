@@ -1,0 +1,194 @@
+"""``meshnet demo``: a whole mesh on this machine, in real processes, asked one question."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import time
+from collections.abc import Awaitable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from meshnet.cli import credentials
+from meshnet.errors import MeshnetError
+
+if TYPE_CHECKING:
+    from meshnet.cli.ask import Gateway
+    from meshnet.cli.children import Child, Children
+
+T = TypeVar("T")
+
+QUESTION = "Explain in two sentences why the sky is blue."
+#: Loading half of a small model; hashing it the first time; a slow machine.
+READY_TIMEOUT_S = 300.0
+#: How often a long step says that it is still going on.
+PROGRESS_S = 5.0
+TEST_MODEL = "test:8"
+
+
+def demo(
+    question: Annotated[str, typer.Argument(help="What to ask.")] = QUESTION,
+    keep: Annotated[bool, typer.Option("--keep", help="Stay up until Ctrl-C.", envvar="KEEP")] = False,
+    max_tokens: Annotated[int, typer.Option(min=1)] = 120,
+    engine: Annotated[str, typer.Option(hidden=True)] = "llama",
+) -> None:
+    """Chat with a small model split over two workers on this machine.
+
+    Starts a tracker and gateway and two nodes with half of the layers each, on free loopback ports and with
+    credentials of their own. Everything is stopped and removed at the end; the model stays in the store.
+    """
+    from meshnet.artifact.store import store_root
+    from meshnet.engines.native import find_worker
+
+    find_worker()  # before a download that would be for nothing
+    if engine == "llama":
+        model, n_layer = _sample()
+    else:
+        model, n_layer = TEST_MODEL, 8
+    with tempfile.TemporaryDirectory(prefix="demo-", dir=store_root()) as directory:
+        mesh = _Mesh(Path(directory), model, n_layer, engine)
+        asyncio.run(_until_stopped(_demo(mesh, question, max_tokens, keep), exit_code=0 if keep else 130))
+
+
+@dataclass(frozen=True)
+class _Mesh:
+    """What to start, with credentials that nobody else has."""
+
+    directory: Path
+    model: str
+    n_layer: int
+    engine: str
+    api_key: str = field(default_factory=credentials.new_api_key)
+    join_token: str = field(default_factory=credentials.new_join_token)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {
+            credentials.API_KEY_ENVIRONMENT: self.api_key,
+            credentials.JOIN_TOKEN_ENVIRONMENT: self.join_token,
+        }
+
+    @property
+    def halves(self) -> tuple[str, str]:
+        middle = self.n_layer // 2
+        return f"0:{middle}", f"{middle}:{self.n_layer}"
+
+
+def _sample() -> tuple[str, int]:
+    from meshnet.artifact.identity import read_layout
+    from meshnet.artifact.samples import DEFAULT_SAMPLE, fetch_sample
+
+    path = fetch_sample(DEFAULT_SAMPLE, _step)
+    return str(path), read_layout(path).n_layer
+
+
+async def _until_stopped(work: Coroutine[None, None, None], *, exit_code: int) -> None:
+    """Run ``work``; a stop request cancels it (which cleans up), a second one makes it hurry."""
+    from meshnet.cli.stopping import stop_requests
+
+    running = asyncio.create_task(work)
+
+    def stop() -> None:
+        running.cancel()
+
+    with stop_requests(stop):
+        try:
+            await running
+        except asyncio.CancelledError:
+            _step("stopped")
+            raise typer.Exit(exit_code) from None
+
+
+async def _demo(mesh: _Mesh, question: str, max_tokens: int, keep: bool) -> None:
+    from meshnet.cli.ask import connect
+    from meshnet.cli.children import children
+    from meshnet.cli.show import console, printable, telemetry_table
+
+    async with children(mesh.directory) as started:
+        url = await _start(mesh, started)
+        async with connect(url, mesh.api_key) as gateway:
+            model = await _patiently("waiting for a route", _first_model(gateway))
+            _step(f"{model} is served by two workers")
+            print(f"\n> {question}", flush=True)
+            answer = await gateway.chat(
+                model,
+                [{"role": "user", "content": question}],
+                on_text=lambda text: print(printable(text), end="", flush=True),
+                options={"max_tokens": max_tokens, "temperature": 0},
+            )
+        print("\n")
+        if answer.telemetry is None:
+            raise MeshnetError("the answer came without telemetry; gateway and command are of different versions")
+        console().print(telemetry_table(answer.telemetry))
+        print(_how_to_call(url, mesh.api_key, model, keep), flush=True)
+        if keep:
+            ended = await started.any_ended()
+            raise MeshnetError(f"{ended.name} ended by itself{ended.told()}")
+
+
+async def _start(mesh: _Mesh, started: Children) -> str:
+    """Start everything and wait until it is ready; returns the gateway's URL."""
+    _step("starting tracker and gateway")
+    state = mesh.directory / "tracker"
+    serve = await started.start(
+        "serve", ["serve", "--port", "0", "--json", "--state-dir", str(state)], mesh.environment
+    )
+    url = str((await _patiently("starting", serve.event(READY_TIMEOUT_S)))["url"])
+    # Two workers share the machine: more threads than cores only get in each other's way.
+    threads = max(1, (os.cpu_count() or 1) // 2)
+    nodes: list[Child] = []
+    for number, layers in enumerate(mesh.halves, start=1):
+        _step(f"starting node {number} with layers {layers} of {mesh.n_layer}")
+        options = ["--model", mesh.model, "--layers", layers, "--tracker", url, "--threads", str(threads)]
+        options += ["--engine", mesh.engine, "--state-dir", str(mesh.directory / f"node-{number}"), "--json"]
+        nodes.append(await started.start(f"node {number}", ["node", *options], mesh.environment))
+    for child in nodes:
+        ready = await _patiently(f"{child.name} is loading", child.event(READY_TIMEOUT_S))
+        _step(f"{child.name} is ready at {ready['shard']['address']}")
+    return url
+
+
+async def _first_model(gateway: Gateway) -> str:
+    async with asyncio.timeout(READY_TIMEOUT_S):
+        while True:
+            models = await gateway.models()
+            if models:
+                return models[0]
+            await asyncio.sleep(0.1)
+
+
+async def _patiently(what: str, work: Awaitable[T]) -> T:
+    """Await ``work``, and say every few seconds that it is still going on."""
+    began = time.monotonic()
+    task = asyncio.ensure_future(work)
+    try:
+        while True:
+            done, _ = await asyncio.wait([task], timeout=PROGRESS_S)
+            if done:
+                return task.result()
+            _step(f"{what} ({time.monotonic() - began:.0f} s)")
+    finally:
+        task.cancel()
+
+
+def _step(text: str) -> None:
+    print(f"• {text}", flush=True)
+
+
+def _how_to_call(url: str, api_key: str, model: str, keep: bool) -> str:
+    lead = "Call it yourself" if keep else "With --keep (or KEEP=1 make demo) it stays up, and you can call it yourself"
+    return f"""{lead}:
+
+curl {url}/v1/chat/completions -H 'Authorization: Bearer {api_key}' \\
+  -H 'Content-Type: application/json' \\
+  -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+
+from openai import OpenAI
+client = OpenAI(base_url="{url}/v1", api_key="{api_key}")
+answer = client.chat.completions.create(model="{model}", messages=[{{"role": "user", "content": "Hello"}}])
+print(answer.choices[0].message.content)
+""" + ("\nCtrl-C stops everything." if keep else "")

@@ -1,0 +1,127 @@
+"""Running an ASGI application on one port, until told to stop."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import os
+import socket
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from typing import Any
+
+import uvicorn
+
+from meshnet.cli.stopping import stop_requests
+from meshnet.errors import UsageError
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+#: Streams that still run this long after the first stop request are cut off.
+SHUTDOWN_S = 10
+
+
+def side_by_side(tracker: Application, gateway: Application) -> Application:
+    """One application of two: ``/tracker/…`` goes to the tracker, all else (with start and end) to the gateway.
+
+    Neither sees the other's middleware or error shapes.
+    """
+
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        to_tracker = scope["type"] == "http" and str(scope["path"]).startswith("/tracker/")
+        await (tracker if to_tracker else gateway)(scope, receive, send)
+
+    return application
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes any free one.
+
+    Raises:
+        UsageError: the port is taken, or the address is not this machine's.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise UsageError(f"--host {host} is no address ({error.strerror})") from error
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise UsageError(
+                f"port {port} on {host} is in use; is another `meshnet serve` running? Choose another with --port"
+            ) from error
+        raise UsageError(f"cannot listen on {host} port {port}: {os.strerror(error.errno or 0)}") from error
+    return listener
+
+
+def reachable_url(listener: socket.socket) -> str:
+    """The URL to tell people: a wildcard address is replaced by this machine's own towards the default route."""
+    host, port = listener.getsockname()[:2]
+    address = ipaddress.ip_address(host)
+    if address.is_unspecified:
+        host = _outward_address(listener.family) or ("::1" if address.version == 6 else "127.0.0.1")
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def run(
+    application: Application, listener: socket.socket, *, on_ready: Callable[[], None], with_parent: bool
+) -> None:
+    """Serve until SIGTERM, SIGINT or (``with_parent``) the end of standard input; a second request is not waited for.
+
+    Raises:
+        UsageError: the application could not start.
+    """
+    server = _Server(
+        uvicorn.Config(
+            application,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=SHUTDOWN_S,
+        ),
+        on_ready,
+    )
+
+    def stop() -> None:
+        server.force_exit = server.should_exit
+        server.should_exit = True
+
+    with stop_requests(stop, with_parent=with_parent):
+        await server.serve(sockets=[listener])
+    if not server.started:
+        raise UsageError("the server did not start; the log says why")
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started and not self.should_exit:
+            self._on_ready()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        # Uvicorn's own would raise SIGTERM again after a clean end; `stop_requests` handles signals.
+        yield
+
+
+def _outward_address(family: socket.AddressFamily) -> str | None:
+    # Connecting a datagram socket sends nothing; the address is one reserved for documentation.
+    target = "2001:db8::1" if family == socket.AF_INET6 else "192.0.2.1"
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((target, 9))
+        except OSError:
+            return None
+        return str(probe.getsockname()[0]).partition("%")[0]
