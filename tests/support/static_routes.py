@@ -1,0 +1,71 @@
+"""A RouteSource over a fixed set of shards: chains them in any way that covers the model, tickets every hop."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from meshnet.core import FinishCause, Route, RouteSession, ServedModel, Shard
+from meshnet.errors import NoRoute, UnknownModel
+from meshnet.rpc.tickets import make_ticket
+
+
+@dataclass
+class StaticRoutes:
+    """Shards to route over, and the key of each worker (by shard id; none is an unsigned ticket)."""
+
+    shards: Sequence[Shard]
+    worker_keys: Mapping[str, bytes] = field(default_factory=dict)
+    #: Sessions that were opened and not yet closed.
+    open_sessions: set[str] = field(default_factory=set)
+    #: Ends as they were recorded: session, cause, generated tokens.
+    ends: list[tuple[str, FinishCause, int]] = field(default_factory=list)
+    #: ``avoid_shards`` of each call.
+    avoided: list[tuple[str, ...]] = field(default_factory=list)
+
+    async def models(self) -> Sequence[ServedModel]:
+        return [
+            ServedModel(
+                model=name,
+                artifact_digest=route.shards[0].artifact_digest,
+                architecture=route.shards[0].architecture,
+                session_capacity_tokens=route.session_capacity_tokens,
+                created_unix_s=1_700_000_000,
+            )
+            for name in sorted({shard.model for shard in self.shards})
+            if (route := next(self._routes(name, ()), None)) is not None
+        ]
+
+    async def open_session(self, model: str, *, avoid_shards: Sequence[str] = ()) -> RouteSession:
+        self.avoided.append(tuple(avoid_shards))
+        if model not in {shard.model for shard in self.shards}:
+            raise UnknownModel(f"model {model!r} is not known; GET /v1/models lists what is served")
+        route = next(self._routes(model, avoid_shards), None)
+        if route is None:
+            raise NoRoute(f"no ready shards cover {model}")
+        session_id = secrets.token_hex(16)
+        expires = int(time.time()) + 3600
+        self.open_sessions.add(session_id)
+        return RouteSession(
+            session_id=session_id,
+            epoch=1,
+            route=route,
+            tickets=tuple(
+                make_ticket(self.worker_keys.get(shard.shard_id, b""), session_id, 1, shard.shard_id, expires)
+                for shard in route.shards
+            ),
+        )
+
+    async def close_session(self, session_id: str, *, finish_cause: FinishCause, generated_tokens: int) -> None:
+        self.open_sessions.discard(session_id)
+        self.ends.append((session_id, finish_cause, generated_tokens))
+
+    def _routes(self, model: str, avoid: Sequence[str]) -> Iterator[Route]:
+        usable = [shard for shard in self.shards if shard.model == model and shard.shard_id not in avoid]
+        for length in range(1, len(usable) + 1):
+            for chain in itertools.permutations(usable, length):
+                if chain[0].is_head and chain[-1].is_tail and all(b.follows(a) for a, b in itertools.pairwise(chain)):
+                    yield Route(shards=chain)
