@@ -29,7 +29,7 @@ async def serve_gateway(
     app = create_app(routes, replace(settings, **changes))  # type: ignore[arg-type]
     listening = socket.socket()
     listening.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5))
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     try:
         await until(lambda: server.started or serving.done(), "the gateway listens")

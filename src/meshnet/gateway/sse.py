@@ -46,7 +46,11 @@ class EventStream(Response):
         self._writing = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await run_watched(self._answer(scope, receive, send), client_leaves(receive))
+        try:
+            await run_watched(self._answer(scope, receive, send), client_leaves(receive))
+        except ClientGone:
+            if not self._started:
+                raise
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
