@@ -25,6 +25,8 @@ enum class Code {
     engine_failure,       // the backend failed
 };
 
+const char * code_name(Code code);  // as spelled above, e.g. "illegal_cut"
+
 struct [[nodiscard]] Status {
     Code code = Code::ok;
     std::string message;
@@ -87,7 +89,8 @@ struct EngineConfig {
     std::string kv_type_v = "f16";
     bool flash_attention = true;
     bool weights_mmap = true;
-    uint32_t rollback_tokens = 0;    // recurrent-state snapshots kept for rollback
+    uint32_t rollback_tokens = 0;  // recurrent-state snapshots kept for rollback
+    uint32_t step_outputs = 16;    // most logits rows of one execute()
 };
 
 struct EngineDescription {
@@ -101,10 +104,12 @@ struct EngineDescription {
     BoundarySchema boundary_in;
     BoundarySchema boundary_out;
     bool needs_token_ids = false;
-    std::vector<uint32_t> legal_cuts;  // start < k < end
+    std::vector<uint32_t> legal_cuts;                            // start < k < end
+    std::vector<std::pair<uint32_t, std::string>> illegal_cuts;  // the others, with the reason
     uint32_t session_tokens = 0;
     uint32_t sequences = 0;
     uint32_t step_tokens = 0;
+    uint32_t step_outputs = 0;
     uint64_t kv_bytes_per_token = 0;
     uint64_t weight_bytes = 0;
     uint64_t kv_bytes = 0;
@@ -169,7 +174,8 @@ Status make_llama_engine(const EngineConfig & config, std::unique_ptr<ShardEngin
 
 // A deterministic engine for tests of everything around it: 256 byte tokens plus BOS and EOS, any number of layers,
 // logits that depend on every token of the prefix and on every layer of the route. `model_path` is ignored but
-// "test:<n_layer>[:<us_per_layer_token>]" sets its size and speed (busy compute time). See test_engine.cpp.
+// "test:<n_layer>[:<us_per_layer_token>[:<boundary_tensors>]]" sets its size, speed (busy compute time) and whether
+// an i32 sideband crosses the cuts too (boundary_tensors = 2). See test_engine.cpp.
 Status make_test_engine(const EngineConfig & config, std::unique_ptr<ShardEngine> & engine);
 
 }  // namespace meshnet

@@ -1,0 +1,40 @@
+#include "worker/channel_args.h"
+
+#include "worker/frame_rules.h"
+
+namespace meshnet {
+namespace {
+
+constexpr int ping_interval_ms = 1000;
+constexpr int ping_timeout_ms = 2000;
+constexpr int max_message = static_cast<int>(max_message_bytes);
+
+}  // namespace
+
+grpc::ChannelArguments seam_channel_arguments() {
+    grpc::ChannelArguments arguments;
+    arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, ping_interval_ms);
+    arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, ping_timeout_ms);
+    arguments.SetInt(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+    arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
+    arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+    arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
+    arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);
+    arguments.SetMaxReceiveMessageSize(max_message);
+    arguments.SetMaxSendMessageSize(max_message);
+    return arguments;
+}
+
+void apply_server_arguments(grpc::ServerBuilder & builder) {
+    builder.SetMaxReceiveMessageSize(max_message);
+    builder.SetMaxSendMessageSize(max_message);
+    builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, ping_interval_ms);
+    builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, ping_timeout_ms);
+    builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+    builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
+    builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, ping_interval_ms / 4);
+    builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_PING_STRIKES, 0);
+    builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+}
+
+}  // namespace meshnet

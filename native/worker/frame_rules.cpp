@@ -1,0 +1,129 @@
+#include "worker/frame_rules.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "worker/convert.h"
+#include "worker/sampler.h"
+
+namespace meshnet {
+namespace {
+
+// Room for everything in a frame but boundary data and tokens: ids, names, shapes, sampling parameters.
+constexpr uint64_t frame_overhead_bytes = 1 << 20;
+constexpr uint64_t token_bytes = 4 + 5;  // the token, and its index in sample_at
+
+Refusal out_of_range(const char * name, const char * range) {
+    return bad_request(std::string("sampling.") + name + " must be " + range);
+}
+
+}  // namespace
+
+FrameRules::FrameRules(const EngineDescription & description) : description_(description) {
+    const uint64_t per_token =
+        std::max(description.boundary_in.bytes_per_token(), description.boundary_out.bytes_per_token()) + token_bytes;
+    const uint64_t fitting = (max_message_bytes - frame_overhead_bytes) / per_token;
+    max_step_tokens_ =
+        static_cast<uint32_t>(std::min<uint64_t>({description.step_tokens, fitting, max_session_tokens}));
+}
+
+Refusal FrameRules::check_token(uint32_t token) const {
+    if (token >= description_.n_vocab) {
+        return bad_request("token " + std::to_string(token) + " is not in the vocabulary of " +
+                           std::to_string(description_.n_vocab));
+    }
+    return Refusal::none();
+}
+
+Refusal FrameRules::check_step(const v1::StepFrame & frame) const {
+    const auto n = static_cast<uint32_t>(frame.tokens_size());
+    if (n < 1 || n > max_step_tokens_) {
+        return {v1::REFUSAL_BAD_REQUEST, "a step has 1 to " + std::to_string(max_step_tokens_) + " tokens", n,
+                max_step_tokens_};
+    }
+    if (frame.position() > max_session_tokens - n) {
+        return bad_request("position " + std::to_string(frame.position()) + " is beyond any session");
+    }
+    for (const uint32_t token : frame.tokens()) {
+        if (auto refusal = check_token(token); refusal.refused()) {
+            return refusal;
+        }
+    }
+    for (int i = 0; i < frame.sample_at_size(); ++i) {
+        if (frame.sample_at(i) >= n || (i > 0 && frame.sample_at(i) <= frame.sample_at(i - 1))) {
+            return bad_request("sample_at must be rising indices below " + std::to_string(n));
+        }
+    }
+    if (frame.has_sampling()) {
+        if (auto refusal = check_sampling(frame.sampling()); refusal.refused()) {
+            return refusal;
+        }
+    }
+    return check_boundary(frame);
+}
+
+Refusal FrameRules::check_boundary(const v1::StepFrame & frame) const {
+    const auto & schema = description_.boundary_in.tensors;
+    if (static_cast<size_t>(frame.boundary_size()) != schema.size()) {
+        return bad_request("the boundary has " + std::to_string(schema.size()) + " tensors, not " +
+                           std::to_string(frame.boundary_size()));
+    }
+    for (size_t i = 0; i < schema.size(); ++i) {
+        const auto & tensor = frame.boundary(static_cast<int>(i));
+        const auto & spec = schema[i];
+        if (tensor.name() != spec.name || tensor.dtype() != to_wire(spec.dtype) ||
+            !std::equal(tensor.shape().begin(), tensor.shape().end(), spec.shape.begin(), spec.shape.end())) {
+            return bad_request("boundary tensor " + std::to_string(i) + " must be " + spec.name + " of type " +
+                               dtype_name(spec.dtype) + " with the agreed shape");
+        }
+        const size_t expected = spec.bytes_per_token() * static_cast<size_t>(frame.tokens_size());
+        if (tensor.data().size() != expected) {
+            return {v1::REFUSAL_BAD_REQUEST, "boundary tensor " + spec.name + " has the wrong number of bytes",
+                    tensor.data().size(), expected};
+        }
+    }
+    return Refusal::none();
+}
+
+Refusal FrameRules::check_sampling(const v1::SamplingParams & params) const {
+    // Written so that a NaN fails every test.
+    const auto within = [](float value, float low, float high) { return value >= low && value <= high; };
+    if (!within(params.temperature(), 0.0f, 100.0f)) {
+        return out_of_range("temperature", "0 to 100");
+    }
+    if (!within(params.top_p(), 0.0f, 1.0f)) {
+        return out_of_range("top_p", "0 to 1");
+    }
+    if (!within(params.min_p(), 0.0f, 1.0f)) {
+        return out_of_range("min_p", "0 to 1");
+    }
+    if (!within(params.typical_p(), 0.0f, 1.0f)) {
+        return out_of_range("typical_p", "0 to 1");
+    }
+    if (params.penalty_last_n() < -1) {
+        return out_of_range("penalty_last_n", "-1 or more");
+    }
+    if (params.repeat_penalty() != 0.0f && !within(params.repeat_penalty(), 0.01f, 100.0f)) {
+        return out_of_range("repeat_penalty", "0 (off) or 0.01 to 100");
+    }
+    if (!within(params.frequency_penalty(), -100.0f, 100.0f)) {
+        return out_of_range("frequency_penalty", "-100 to 100");
+    }
+    if (!within(params.presence_penalty(), -100.0f, 100.0f)) {
+        return out_of_range("presence_penalty", "-100 to 100");
+    }
+    if (params.logprobs() > 1 + max_top_logprobs) {
+        return out_of_range("logprobs", "0 to 21 (1 + top tokens)");
+    }
+    for (const auto & [token, bias] : params.logit_bias()) {
+        if (auto refusal = check_token(token); refusal.refused()) {
+            return refusal;
+        }
+        if (!std::isfinite(bias)) {
+            return out_of_range("logit_bias", "finite");
+        }
+    }
+    return Refusal::none();
+}
+
+}  // namespace meshnet

@@ -1,0 +1,116 @@
+#include "worker/generation.h"
+
+#include <algorithm>
+
+namespace meshnet {
+
+Generation::Generation(const v1::GenerateRequest & request, uint32_t token_capacity, std::shared_ptr<EventSink> sink,
+                       int64_t now_us)
+    : sink_(std::move(sink)), prompt_(request.tokens().begin(), request.tokens().end()),
+      stop_tokens_(request.stop_tokens().begin(), request.stop_tokens().end()), sampling_(request.sampling()),
+      start_(request.cached_tokens()), chunk_tokens_(request.chunk_tokens()), max_new_tokens_(request.max_new_tokens()),
+      token_capacity_(token_capacity), step_timeout_ms_(request.step_timeout_ms()), ignore_eog_(request.ignore_eog()),
+      started_us_(now_us), ready_since_us_(now_us) {}
+
+v1::StepFrame Generation::next_step(int64_t now_us) {
+    v1::StepFrame frame;
+    if (next_is_prefill()) {
+        const size_t n = std::min<size_t>(chunk_tokens_, prompt_.size() - fed_tokens_);
+        const auto first = prompt_.begin() + static_cast<std::ptrdiff_t>(fed_tokens_);
+        frame.set_position(start_ + static_cast<uint32_t>(fed_tokens_));
+        frame.mutable_tokens()->Add(first, first + static_cast<std::ptrdiff_t>(n));
+        frame.set_prefill(true);
+        if (fed_tokens_ == 0) {
+            frame.set_rollback(true);
+            *frame.mutable_sampling() = sampling_;
+            frame.set_step_timeout_ms(step_timeout_ms_);
+        }
+        fed_tokens_ += n;
+        ready_since_us_ = now_us;
+    } else {
+        frame.set_position(start_ + static_cast<uint32_t>(prompt_.size()) + generated_tokens_ - 1);
+        frame.add_tokens(last_token_);
+        decode_ready_ = false;
+    }
+    if (!next_is_prefill()) {
+        frame.add_sample_at(static_cast<uint32_t>(frame.tokens_size()) - 1);
+        awaits_sample_ = true;
+    }
+    return frame;
+}
+
+void Generation::on_prefill_done(uint32_t n) {
+    if (generated_tokens_ == 0 && n > 0) {
+        done_tokens_ = std::min(done_tokens_ + n, prompt_.size());
+        report_prefill();
+    }
+}
+
+bool Generation::on_sampled(const v1::SampledFrame & frame, bool is_eog, int64_t now_us, std::string & problem) {
+    const uint32_t position = start_ + static_cast<uint32_t>(prompt_.size()) + generated_tokens_;
+    if (!awaits_sample_ || frame.tokens_size() != 1) {
+        problem = "a sampled token came that was not asked for";
+        return false;
+    }
+    if (frame.tokens(0).position() != position) {
+        problem = "the sampled token is for position " + std::to_string(frame.tokens(0).position()) + ", not " +
+                  std::to_string(position);
+        return false;
+    }
+    awaits_sample_ = false;
+    if (generated_tokens_ == 0) {
+        first_token_us_ = now_us;
+        if (done_tokens_ < prompt_.size()) {
+            done_tokens_ = prompt_.size();
+            report_prefill();
+        }
+    }
+    ++generated_tokens_;
+    last_token_ = frame.tokens(0).token();
+    v1::GenerateEvent event;
+    *event.mutable_token() = frame.tokens(0);
+    event.mutable_token()->set_is_eog(is_eog);
+    sink_->push(std::move(event), false);
+
+    const bool is_stop = std::find(stop_tokens_.begin(), stop_tokens_.end(), last_token_) != stop_tokens_.end();
+    if (is_eog && !ignore_eog_) {
+        finish(v1::FINISH_EOG, now_us);
+    } else if (is_stop) {
+        finish(v1::FINISH_STOP_TOKEN, now_us);
+    } else if (max_new_tokens_ != 0 && generated_tokens_ >= max_new_tokens_) {
+        finish(v1::FINISH_LENGTH, now_us);
+    } else if (position + 1 >= token_capacity_) {
+        finish(v1::FINISH_CAPACITY, now_us);
+    } else {
+        decode_ready_ = true;
+        ready_since_us_ = now_us;
+    }
+    return true;
+}
+
+void Generation::finish(v1::FinishCause cause, int64_t now_us) {
+    finished_ = true;
+    v1::GenerateEvent event;
+    auto * finished = event.mutable_finished();
+    finished->set_cause(cause);
+    finished->set_generated_tokens(generated_tokens_);
+    finished->set_prefill_us(static_cast<uint64_t>(first_token_us_ - started_us_));
+    finished->set_decode_us(static_cast<uint64_t>(now_us - first_token_us_));
+    sink_->push(std::move(event), true);
+}
+
+void Generation::report_prefill() {
+    v1::GenerateEvent event;
+    event.mutable_prefill()->set_done_tokens(static_cast<uint32_t>(done_tokens_));
+    event.mutable_prefill()->set_total_tokens(static_cast<uint32_t>(prompt_.size()));
+    sink_->push(std::move(event), false);
+}
+
+void Generation::fail(v1::Failed failed) {
+    finished_ = true;
+    v1::GenerateEvent event;
+    *event.mutable_failed() = std::move(failed);
+    sink_->push(std::move(event), true);
+}
+
+}  // namespace meshnet

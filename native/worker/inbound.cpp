@@ -1,0 +1,169 @@
+#include "worker/inbound.h"
+
+#include <atomic>
+#include <deque>
+#include <mutex>
+
+#include "meshnet/v1/shard.grpc.pb.h"
+#include "worker/clock.h"
+
+namespace meshnet {
+namespace {
+
+// A peer that does not read its credits is not read from either.
+constexpr size_t max_queued_credits = 256;
+
+class InboundStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>, public CreditSink {
+  public:
+    explicit InboundStream(FrameReceiver & receiver) : receiver_(receiver), id_(next_id.fetch_add(1)) {}
+
+    uint64_t id() const override {
+        return id_;
+    }
+
+    void start(std::shared_ptr<InboundStream> self) {
+        {
+            std::lock_guard lock(mutex_);
+            self_ = std::move(self);
+        }
+        StartSendInitialMetadata();  // tells the sender that the stream stands
+        StartRead(&message_);
+    }
+
+    void give(uint64_t frame_no, int64_t arrived_us, v1::Refusal refused) override {
+        v1::SeamCredit credit;
+        credit.set_frame_no(frame_no);
+        credit.set_refused(refused);
+        std::lock_guard lock(mutex_);
+        if (!finished_) {
+            queue_.push_back({std::move(credit), arrived_us});
+            write_next();
+        }
+    }
+
+  private:
+    struct QueuedCredit {
+        v1::SeamCredit credit;
+        int64_t arrived_us;
+    };
+
+    void OnReadDone(bool ok) override {
+        if (!ok) {
+            finish(grpc::Status::OK);
+            return;
+        }
+        const int64_t arrived_us = now_us();
+        const uint64_t bytes = message_.Length();
+        v1::SeamFrame frame;
+        Refusal refusal;
+        try {
+            if (!grpc::SerializationTraits<v1::SeamFrame>::Deserialize(&message_, &frame).ok()) {
+                refusal = bad_request("a message on the seam is not a SeamFrame");
+            } else {
+                PendingCredit credit(self(), frame.frame_no(), arrived_us);
+                refusal = receiver_.on_frame(std::move(credit), std::move(frame), bytes);
+            }
+        } catch (const std::exception & error) {
+            refusal = {v1::REFUSAL_ENGINE_FAILURE, std::string("cannot take a frame: ") + error.what(), 0, 0};
+        }
+        if (refusal.refused()) {
+            lose();
+            finish({grpc::StatusCode::INVALID_ARGUMENT, refusal.message});
+            return;
+        }
+        std::lock_guard lock(mutex_);
+        if (queue_.size() >= max_queued_credits) {
+            read_paused_ = true;
+        } else if (!finished_) {
+            StartRead(&message_);
+        }
+    }
+
+    void OnWriteDone(bool ok) override {
+        std::lock_guard lock(mutex_);
+        writing_ = false;
+        if (!ok || finished_) {
+            return;
+        }
+        write_next();
+        if (read_paused_ && queue_.size() < max_queued_credits) {
+            read_paused_ = false;
+            StartRead(&message_);
+        }
+    }
+
+    void OnCancel() override {
+        lose();
+        finish(grpc::Status::CANCELLED);
+    }
+
+    void OnDone() override {
+        std::shared_ptr<InboundStream> last;  // destroyed after the lock is released
+        std::lock_guard lock(mutex_);
+        finished_ = true;
+        last = std::move(self_);
+    }
+
+    std::shared_ptr<InboundStream> self() {
+        std::lock_guard lock(mutex_);
+        return self_;
+    }
+
+    void lose() {
+        receiver_.on_inbound_lost(id_);
+    }
+
+    void finish(const grpc::Status & status) {
+        {
+            std::lock_guard lock(mutex_);
+            if (finished_) {
+                return;
+            }
+            finished_ = true;
+            queue_.clear();
+        }
+        Finish(status);
+    }
+
+    void write_next() {
+        if (writing_ || queue_.empty()) {
+            return;
+        }
+        writing_ = true;
+        auto & next = queue_.front();
+        next.credit.set_held_us(static_cast<uint64_t>(now_us() - next.arrived_us));
+        bool own_buffer = false;
+        current_.Clear();
+        if (!grpc::SerializationTraits<v1::SeamCredit>::Serialize(next.credit, &current_, &own_buffer).ok()) {
+            return;
+        }
+        queue_.pop_front();
+        StartWrite(&current_);
+    }
+
+    static std::atomic<uint64_t> next_id;
+
+    FrameReceiver & receiver_;
+    const uint64_t id_;
+    grpc::ByteBuffer message_;  // being read
+
+    std::mutex mutex_;
+    std::shared_ptr<InboundStream> self_;
+    bool finished_ = false;
+    bool writing_ = false;
+    bool read_paused_ = false;
+    std::deque<QueuedCredit> queue_;
+    grpc::ByteBuffer current_;  // being written
+};
+
+std::atomic<uint64_t> InboundStream::next_id{1};
+
+}  // namespace
+
+grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer> * start_inbound(FrameReceiver & receiver) {
+    auto stream = std::make_shared<InboundStream>(receiver);
+    stream->start(stream);
+    return stream.get();
+}
+
+}  // namespace meshnet

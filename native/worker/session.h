@@ -1,0 +1,89 @@
+// One Route Session as this hop sees it.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "meshnet/v1/shard.pb.h"
+#include "worker/generation.h"
+#include "worker/link.h"
+#include "worker/prefix.h"
+#include "worker/sampler.h"
+#include "worker/seam_types.h"
+
+namespace meshnet {
+
+// A frame that waits for the engine.
+struct QueuedStep {
+    v1::StepFrame frame;
+    PendingCredit credit;
+};
+
+// Guarded by the worker's mutex, except where noted.
+struct Session {
+    std::string id;
+    uint64_t epoch = 0;
+
+    // This hop's place in the route.
+    uint32_t hop_index = 0;
+    uint32_t n_hops = 0;
+    v1::Peer next;
+    v1::Peer head;
+    std::shared_ptr<Link> next_link;  // not at the tail
+    std::shared_ptr<Link> head_link;  // tail: from Open; other hops: from the first failure
+    uint64_t inbound_stream = 0;      // brought the latest frame; 0 is none
+
+    uint32_t token_capacity = 0;
+    int64_t idle_timeout_us = 0;
+    int64_t step_timeout_us = 0;
+    int64_t last_activity_us = 0;
+    bool closed = false;
+
+    // Work.
+    std::deque<QueuedStep> inbox;
+    std::unique_ptr<Generation> generation;  // head, while one runs
+    uint64_t generation_no = 0;              // rises whenever a generation starts or ends
+    bool computing = false;
+    uint64_t last_served = 0;
+    std::vector<std::function<void()>> when_idle;  // run when `computing` ends
+
+    // The window towards the next hop (tail: the head).
+    uint32_t unacknowledged_frames = 0;
+    int64_t waiting_since_us = 0;  // last progress while frames are unacknowledged
+    // Head: sampling steps sent whose token has not come back, and how many of these were for a cancelled generation.
+    uint32_t samples_outstanding = 0;
+    uint32_t samples_to_discard = 0;
+
+    // Set once this epoch is broken here; a re-open clears it.
+    std::optional<v1::Failed> failure;
+    bool failure_report_pending = false;  // a FailureFrame is on its way to the head
+
+    // What the engine holds. Written only by the engine thread, under the mutex.
+    PrefixHistory history;
+    // The engine's slot; -1 until the first step. While `computing`, the engine thread owns it without the mutex.
+    int32_t sequence = -1;
+    // Tail. Used only by the engine thread.
+    std::unique_ptr<Sampler> sampler;
+
+    v1::HopStats stats;
+
+    bool is_head() const {
+        return hop_index == 0;
+    }
+    bool is_tail() const {
+        return hop_index + 1 == n_hops;
+    }
+    bool window_open() const {
+        return n_hops == 1 || unacknowledged_frames < session_window_frames;
+    }
+    const std::shared_ptr<Link> & outbound() const {
+        return is_tail() ? head_link : next_link;
+    }
+};
+
+}  // namespace meshnet

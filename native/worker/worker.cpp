@@ -1,0 +1,494 @@
+#include "worker/worker.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <fstream>
+
+#include "worker/clock.h"
+#include "worker/convert.h"
+#include "worker/log.h"
+
+namespace meshnet {
+namespace {
+
+constexpr int64_t tick_interval_ms = 100;
+constexpr uint32_t max_hops = 1024;
+// Longest text or token list of one vocabulary call.
+constexpr size_t max_text_bytes = 8 << 20;
+
+uint64_t resident_bytes() {
+    uint64_t total_pages = 0;
+    uint64_t resident_pages = 0;
+    std::ifstream statm("/proc/self/statm");
+    statm >> total_pages >> resident_pages;
+    return resident_pages * static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+}
+
+std::string range_text(uint32_t start, uint32_t end) {
+    return std::to_string(start) + ":" + std::to_string(end);
+}
+
+Refusal unknown_session() {
+    return {v1::REFUSAL_UNKNOWN_SESSION,
+            "no such session is open here; it was closed, timed out, or the worker restarted", 0, 0};
+}
+
+Refusal stale_epoch(uint64_t requested, uint64_t current) {
+    return {v1::REFUSAL_STALE_EPOCH,
+            "epoch " + std::to_string(requested) + " is not current here (" + std::to_string(current) + ")", requested,
+            current};
+}
+
+}  // namespace
+
+Worker::Worker(std::unique_ptr<ShardEngine> engine, WorkerOptions options)
+    : engine_(std::move(engine)), model_(engine_->describe()), options_(std::move(options)), rules_(model_),
+      tickets_(options_.ticket_key, options_.shard_id), description_(make_description()),
+      links_(*this, options_.connect_timeout_ms * 1000) {
+    engine_thread_ = std::thread([this] { run_engine(); });
+    housekeeping_thread_ = std::thread([this] { run_housekeeping(); });
+}
+
+Worker::~Worker() {
+    stop();
+}
+
+v1::DescribeResponse Worker::make_description() const {
+    v1::DescribeResponse d;
+    d.set_shard_id(options_.shard_id);
+    d.set_artifact_digest(options_.artifact_digest);
+    d.set_architecture(model_.architecture);
+    d.set_model_name(options_.model_name.empty() ? model_.model_name : options_.model_name);
+    d.set_n_layer(model_.n_layer);
+    d.set_n_vocab(model_.n_vocab);
+    d.set_n_ctx_train(model_.n_ctx_train);
+    d.mutable_layers()->set_start(static_cast<uint32_t>(model_.layers.start));
+    d.mutable_layers()->set_end(static_cast<uint32_t>(model_.layers.end));
+    *d.mutable_boundary_in() = to_wire(model_.boundary_in);
+    *d.mutable_boundary_out() = to_wire(model_.boundary_out);
+    d.set_needs_token_ids(model_.needs_token_ids);
+    d.mutable_legal_cuts()->Add(model_.legal_cuts.begin(), model_.legal_cuts.end());
+    d.set_session_capacity_tokens(std::min(model_.session_tokens, max_session_tokens));
+    d.set_session_slots(model_.sequences);
+    d.set_kv_bytes_per_token(model_.kv_bytes_per_token);
+    d.set_weight_bytes(model_.weight_bytes);
+    d.set_kv_bytes(model_.kv_bytes);
+    d.set_compute_bytes(model_.compute_bytes);
+    d.set_compatibility_id(model_.compatibility_id);
+    d.set_build_id(model_.build_id);
+    d.set_engine(model_.engine);
+    d.set_max_step_tokens(rules_.max_step_tokens());
+    d.set_chat_template(model_.chat_template);
+    d.set_bos_token(model_.bos_token);
+    d.set_eos_token(model_.eos_token);
+    d.set_add_bos(model_.add_bos);
+    d.set_can_rollback(model_.can_rollback);
+    return d;
+}
+
+v1::StatusResponse Worker::status() const {
+    v1::StatusResponse status;
+    {
+        std::lock_guard lock(mutex_);
+        status = totals_;
+        status.set_open_sessions(static_cast<uint32_t>(sessions_.size()));
+        status.set_draining(draining_);
+        uint64_t kv_tokens = 0;
+        uint32_t queued_frames = 0;
+        for (const auto & [id, session] : sessions_) {
+            kv_tokens += session->history.length();
+            queued_frames += static_cast<uint32_t>(session->inbox.size());
+        }
+        status.set_kv_tokens(kv_tokens);
+        status.set_queued_frames(queued_frames);
+    }
+    status.set_session_slots(model_.sequences);
+    status.set_resident_bytes(resident_bytes());
+    return status;
+}
+
+Refusal Worker::tokenize(const v1::TokenizeRequest & request, v1::TokenizeResponse & response) const {
+    if (auto refusal = tickets_.check(request.ticket(), unix_now_s()); refusal.refused()) {
+        return refusal;
+    }
+    if (request.text().size() > max_text_bytes) {
+        return {v1::REFUSAL_TOO_LONG, "the text is too long to tokenize", request.text().size(), max_text_bytes};
+    }
+    std::vector<int32_t> tokens;
+    const auto status = engine_->tokenize(request.text(), request.add_special(), request.parse_special(), tokens);
+    response.mutable_tokens()->Add(tokens.begin(), tokens.end());
+    return refusal_of(status);
+}
+
+Refusal Worker::detokenize(const v1::DetokenizeRequest & request, v1::DetokenizeResponse & response) const {
+    if (auto refusal = tickets_.check(request.ticket(), unix_now_s()); refusal.refused()) {
+        return refusal;
+    }
+    for (const uint32_t token : request.tokens()) {
+        if (auto refusal = rules_.check_token(token); refusal.refused()) {
+            return refusal;
+        }
+        if (const auto status = engine_->piece(static_cast<int32_t>(token), *response.add_pieces()); !status.ok()) {
+            return refusal_of(status);
+        }
+    }
+    return Refusal::none();
+}
+
+Refusal Worker::check_open(const v1::OpenRequest & request) const {
+    if (auto refusal = tickets_.check(request.ticket(), unix_now_s()); refusal.refused()) {
+        return refusal;
+    }
+    if (request.artifact_digest() != options_.artifact_digest) {
+        return {v1::REFUSAL_WRONG_ARTIFACT,
+                "this worker serves artifact '" + options_.artifact_digest + "', not '" +
+                    printable(request.artifact_digest()) + "'",
+                0, 0};
+    }
+    if (request.compatibility_id() != model_.compatibility_id) {
+        return {v1::REFUSAL_WRONG_BUILD,
+                "this worker has compatibility id '" + model_.compatibility_id + "', not '" +
+                    printable(request.compatibility_id()) + "'",
+                0, 0};
+    }
+    const auto & own = description_.layers();
+    if (request.layers().start() != own.start() || request.layers().end() != own.end()) {
+        return {v1::REFUSAL_WRONG_LAYERS,
+                "this worker serves layers " + range_text(own.start(), own.end()) + ", not " +
+                    range_text(request.layers().start(), request.layers().end()),
+                0, 0};
+    }
+    if (request.boundary_in_digest() != description_.boundary_in().digest() ||
+        request.boundary_out_digest() != description_.boundary_out().digest()) {
+        return {v1::REFUSAL_INCOMPATIBLE_BOUNDARY,
+                "this worker's boundary digests are " + description_.boundary_in().digest() + " in and " +
+                    description_.boundary_out().digest() + " out",
+                0, 0};
+    }
+    if (request.token_capacity() == 0 || request.token_capacity() > description_.session_capacity_tokens()) {
+        return {v1::REFUSAL_TOO_LONG,
+                "a session holds 1 to " + std::to_string(description_.session_capacity_tokens()) + " tokens here",
+                request.token_capacity(), description_.session_capacity_tokens()};
+    }
+    const uint32_t hop = request.hop_index();
+    const uint32_t n_hops = request.n_hops();
+    if (hop >= n_hops || n_hops > max_hops || (hop == 0) != model_.is_head() ||
+        (hop + 1 == n_hops) != model_.is_tail()) {
+        return bad_request("hop " + std::to_string(hop) + " of " + std::to_string(n_hops) + " does not match layers " +
+                           range_text(own.start(), own.end()) + " of " + std::to_string(model_.n_layer));
+    }
+    if (hop + 1 < n_hops && !is_address(request.next().address())) {
+        return bad_request("next.address must be host:port");
+    }
+    if (hop > 0 && !is_address(request.head().address())) {
+        return bad_request("head.address must be host:port");
+    }
+    return Refusal::none();
+}
+
+void Worker::open(const v1::OpenRequest & request, OpenReply reply) {
+    Refusal refusal;
+    {
+        std::lock_guard lock(mutex_);
+        if (draining_) {
+            refusal = {v1::REFUSAL_DRAINING, "this worker is shutting down; choose another", 0, 0};
+        }
+    }
+    if (!refusal.refused()) {
+        refusal = check_open(request);
+    }
+    if (refusal.refused()) {
+        reply(refusal, {});
+        return;
+    }
+    // Connecting starts here, in the background, outside the mutex.
+    const bool is_tail = request.hop_index() + 1 == request.n_hops();
+    auto next_link = is_tail ? nullptr : links_.get(request.next().address());
+    auto head_link = is_tail && request.hop_index() > 0 ? links_.get(request.head().address()) : nullptr;
+
+    const auto & id = request.ticket().session_id();
+    const uint64_t epoch = request.ticket().epoch();
+    Effects effects;
+    {
+        std::lock_guard lock(mutex_);
+        auto session = find(id);
+        if (session != nullptr && epoch <= session->epoch) {
+            refusal = stale_epoch(epoch, session->epoch);
+        } else if (session == nullptr && sessions_.size() >= model_.sequences) {
+            refusal = {v1::REFUSAL_NO_CAPACITY, "all session slots are taken", sessions_.size() + 1, model_.sequences};
+        } else if (draining_ || stopping_) {
+            refusal = {v1::REFUSAL_DRAINING, "this worker is shutting down; choose another", 0, 0};
+        }
+        if (refusal.refused()) {
+            effects.replies.emplace_back([&] { reply(refusal, {}); });
+        } else {
+            if (session == nullptr) {
+                session = std::make_shared<Session>();
+                session->id = id;
+                sessions_.emplace(id, session);
+                housekeeping_wake_.notify_all();
+            } else if (session->generation != nullptr) {
+                refuse(
+                    *session,
+                    {v1::REFUSAL_STALE_EPOCH, "the session was opened again with epoch " + std::to_string(epoch), 0, 0},
+                    effects);
+            }
+            place(*session, request, std::move(next_link), std::move(head_link), effects);
+            if (session->outbound() != nullptr && session->outbound()->lost()) {
+                peer_lost(*session, session->is_tail() ? 0 : session->hop_index + 1, "the link broke", effects);
+            }
+            auto answer = [session, reply] {
+                v1::OpenResponse response;
+                response.set_cached_tokens(session->history.length());
+                response.set_prefix_hash(session->history.hash());
+                return [reply, response] { reply(Refusal::none(), response); };
+            };
+            if (session->computing) {
+                session->when_idle.emplace_back([answer] { answer()(); });
+            } else {
+                effects.replies.emplace_back(answer());
+            }
+        }
+    }
+    effects.perform();
+}
+
+void Worker::place(Session & session, const v1::OpenRequest & request, std::shared_ptr<Link> next,
+                   std::shared_ptr<Link> head, Effects & effects) {
+    discard_inbox(session, effects);
+    effects.garbage.push_back(std::exchange(session.next_link, std::move(next)));
+    effects.garbage.push_back(std::exchange(session.head_link, std::move(head)));
+    session.epoch = request.ticket().epoch();
+    session.hop_index = request.hop_index();
+    session.n_hops = request.n_hops();
+    session.next = request.next();
+    session.head = request.head();
+    session.inbound_stream = 0;
+    session.token_capacity = request.token_capacity();
+    session.idle_timeout_us =
+        request.idle_timeout_s() > 0 ? int64_t{request.idle_timeout_s()} * 1'000'000 : options_.idle_timeout_ms * 1000;
+    session.step_timeout_us = options_.step_timeout_ms * 1000;
+    session.last_activity_us = now_us();
+    session.unacknowledged_frames = 0;
+    session.samples_outstanding = 0;
+    session.samples_to_discard = 0;
+    session.failure.reset();
+    session.failure_report_pending = false;
+    session.stats.set_hop_index(session.hop_index);
+    session.stats.set_shard_id(options_.shard_id);
+    *session.stats.mutable_layers() = description_.layers();
+}
+
+Refusal Worker::check_generate(const v1::GenerateRequest & request) const {
+    if (!model_.is_head()) {
+        return bad_request("this worker is not the head of a route; call Generate where layer 0 is");
+    }
+    if (auto refusal = tickets_.check_authentic(request.ticket()); refusal.refused()) {
+        return refusal;
+    }
+    if (request.tokens_size() == 0) {
+        return bad_request("a generation needs at least one token that is not cached");
+    }
+    for (const uint32_t token : request.tokens()) {
+        if (auto refusal = rules_.check_token(token); refusal.refused()) {
+            return refusal;
+        }
+    }
+    if (request.chunk_tokens() > rules_.max_step_tokens()) {
+        return {v1::REFUSAL_BAD_REQUEST, "chunk_tokens is above this worker's max_step_tokens", request.chunk_tokens(),
+                rules_.max_step_tokens()};
+    }
+    return rules_.check_sampling(request.sampling());
+}
+
+Refusal Worker::generate(const v1::GenerateRequest & original, std::shared_ptr<EventSink> sink) {
+    if (auto refusal = check_generate(original); refusal.refused()) {
+        return refusal;
+    }
+    v1::GenerateRequest request = original;
+    if (request.chunk_tokens() == 0) {
+        request.set_chunk_tokens(std::min(options_.chunk_tokens, rules_.max_step_tokens()));
+    }
+    const int64_t now = now_us();
+    Effects effects;
+    {
+        std::lock_guard lock(mutex_);
+        const auto session = find(request.ticket().session_id());
+        if (session == nullptr) {
+            return unknown_session();
+        }
+        if (session->epoch != request.ticket().epoch()) {
+            return stale_epoch(request.ticket().epoch(), session->epoch);
+        }
+        if (session->generation != nullptr) {
+            return bad_request("a generation of this session is already running");
+        }
+        const uint64_t needed = uint64_t{request.cached_tokens()} + static_cast<uint64_t>(request.tokens_size()) + 1;
+        if (needed > session->token_capacity) {
+            return {v1::REFUSAL_TOO_LONG, "the prompt and one more token do not fit the session", needed,
+                    session->token_capacity};
+        }
+        if (request.cached_tokens() > session->history.length() ||
+            (request.cached_tokens() > 0 &&
+             request.prefix_hash() != session->history.hash_at(request.cached_tokens()))) {
+            return {v1::REFUSAL_PREFIX_MISMATCH,
+                    "the first " + std::to_string(request.cached_tokens()) + " tokens are not what this hop has cached",
+                    request.cached_tokens(), session->history.length()};
+        }
+        session->last_activity_us = now;
+        session->step_timeout_us =
+            (request.step_timeout_ms() > 0 ? int64_t{request.step_timeout_ms()} : options_.step_timeout_ms) * 1000;
+        session->generation = std::make_unique<Generation>(request, session->token_capacity, sink, now);
+        ++session->generation_no;
+        if (session->failure.has_value()) {
+            session->generation->fail(*session->failure);
+            end_generation(*session, effects);
+        }
+        engine_wake_.notify_one();
+    }
+    effects.perform();
+    return Refusal::none();
+}
+
+void Worker::cancel(const std::string & session_id, const EventSink * sink) {
+    Effects effects;
+    {
+        std::lock_guard lock(mutex_);
+        const auto session = find(session_id);
+        if (session != nullptr && session->generation != nullptr && &session->generation->sink() == sink) {
+            end_generation(*session, effects);
+        }
+    }
+    effects.perform();
+}
+
+Refusal Worker::close(const v1::CloseRequest & request, v1::CloseResponse & response) {
+    if (auto refusal = tickets_.check_authentic(request.ticket()); refusal.refused()) {
+        return refusal;
+    }
+    Effects effects;
+    {
+        std::lock_guard lock(mutex_);
+        const auto session = find(request.ticket().session_id());
+        if (session == nullptr) {
+            response.set_known(false);
+            return Refusal::none();
+        }
+        if (request.ticket().epoch() < session->epoch) {
+            return stale_epoch(request.ticket().epoch(), session->epoch);
+        }
+        response.set_known(true);
+        *response.mutable_stats() = session->stats;
+        remove(session, "the session was closed", effects);
+    }
+    effects.perform();
+    return Refusal::none();
+}
+
+void Worker::remove(const SessionPtr & session, const std::string & why, Effects & effects) {
+    if (session->generation != nullptr) {
+        refuse(*session, {v1::REFUSAL_CANCELLED, why, 0, 0}, effects);
+    }
+    discard_inbox(*session, effects);
+    session->closed = true;
+    effects.garbage.push_back(session);
+    // A step that computes keeps the sequence until it ends (commit).
+    if (!session->computing && session->sequence >= 0) {
+        sequences_to_close_.push_back(session->sequence);
+        session->sequence = -1;
+        engine_wake_.notify_one();
+    }
+    sessions_.erase(session->id);
+    if (sessions_.empty()) {
+        drained_.notify_all();
+    }
+}
+
+void Worker::wake() {
+    std::lock_guard lock(mutex_);
+    engine_wake_.notify_one();
+}
+
+void Worker::drain() {
+    std::lock_guard lock(mutex_);
+    draining_ = true;
+}
+
+bool Worker::wait_drained(int64_t timeout_ms) {
+    std::unique_lock lock(mutex_);
+    return drained_.wait_for(lock, std::chrono::milliseconds(timeout_ms), [&] { return sessions_.empty(); });
+}
+
+void Worker::stop() {
+    Effects effects;
+    {
+        std::lock_guard lock(mutex_);
+        stopping_ = true;
+        const auto sessions = sessions_;
+        for (const auto & [id, session] : sessions) {
+            remove(session, "the worker is shutting down", effects);
+        }
+        engine_wake_.notify_all();
+        housekeeping_wake_.notify_all();
+    }
+    effects.perform();
+    if (engine_thread_.joinable()) {
+        engine_thread_.join();
+    }
+    if (housekeeping_thread_.joinable()) {
+        housekeeping_thread_.join();
+    }
+    links_.shutdown();
+}
+
+void Worker::tick(int64_t now) {
+    links_.tick(now);
+    Effects effects;
+    {
+        std::lock_guard lock(mutex_);
+        const auto sessions = sessions_;
+        for (const auto & [id, session] : sessions) {
+            auto & s = *session;
+            const bool waits_for_hop = s.unacknowledged_frames > 0;
+            const bool waits_for_token = s.generation != nullptr && s.generation->awaits_sample() && s.n_hops > 1;
+            if (waits_for_hop && now - s.waiting_since_us > s.step_timeout_us) {
+                peer_lost(s, s.is_tail() ? 0 : s.hop_index + 1,
+                          "no answer within " + std::to_string(s.step_timeout_us / 1000) + " ms", effects);
+            } else if (waits_for_token && !waits_for_hop && !s.computing &&
+                       now - s.waiting_since_us > s.step_timeout_us + 1'000'000) {
+                // The next hop is done with the step; a hop behind it should have reported its own neighbour before.
+                peer_lost(s, s.n_hops - 1,
+                          "no token came back within " + std::to_string(s.step_timeout_us / 1000 + 1000) + " ms",
+                          effects);
+            } else if (!waits_for_hop && !waits_for_token && !s.computing && s.inbox.empty() &&
+                       now - s.last_activity_us > s.idle_timeout_us) {
+                log_info("session " + hex_of(id) + " closed after " + std::to_string(s.idle_timeout_us / 1000) +
+                         " ms idle");
+                remove(session, "the session was idle for too long", effects);
+            }
+        }
+    }
+    effects.perform();
+}
+
+void Worker::run_housekeeping() {
+    std::unique_lock lock(mutex_);
+    while (!stopping_) {
+        if (sessions_.empty()) {
+            housekeeping_wake_.wait(lock);
+        } else {
+            housekeeping_wake_.wait_for(lock, std::chrono::milliseconds(tick_interval_ms));
+        }
+        lock.unlock();
+        tick(now_us());
+        lock.lock();
+    }
+}
+
+Worker::SessionPtr Worker::find(const std::string & session_id) const {
+    const auto it = sessions_.find(session_id);
+    return it == sessions_.end() ? nullptr : it->second;
+}
+
+}  // namespace meshnet

@@ -1,0 +1,166 @@
+// A shard worker: sessions, the engine thread, and the seam to its neighbours.
+//
+// State is guarded by one mutex that is held for microseconds only: never while the engine computes, never while
+// anything is written to the network. The engine thread takes ready steps, computes them, and sends what comes out.
+// Network threads bring frames, credits and calls. Housekeeping is one more thread, for timeouts.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "engine/shard_engine.h"
+#include "meshnet/v1/shard.pb.h"
+#include "worker/effects.h"
+#include "worker/frame_rules.h"
+#include "worker/inbound.h"
+#include "worker/link.h"
+#include "worker/refusal.h"
+#include "worker/scheduler.h"
+#include "worker/session.h"
+#include "worker/ticket.h"
+
+namespace meshnet {
+
+struct WorkerOptions {
+    std::string shard_id;
+    std::string model_name;  // empty: the engine's
+    std::string artifact_digest;
+    std::string ticket_key;       // empty: any ticket is accepted
+    uint32_t chunk_tokens = 128;  // prefill chunk unless a request says otherwise
+    int64_t idle_timeout_ms = 120'000;
+    int64_t step_timeout_ms = 30'000;
+    int64_t connect_timeout_ms = 2'000;
+};
+
+class Worker final : public LinkObserver, public FrameReceiver {
+  public:
+    Worker(std::unique_ptr<ShardEngine> engine, WorkerOptions options);
+    ~Worker() override;
+
+    // ---- calls (any thread; refusals as in shard.proto)
+    const v1::DescribeResponse & description() const {
+        return description_;
+    }
+    v1::StatusResponse status() const;
+    Refusal tokenize(const v1::TokenizeRequest & request, v1::TokenizeResponse & response) const;
+    Refusal detokenize(const v1::DetokenizeRequest & request, v1::DetokenizeResponse & response) const;
+
+    using OpenReply = std::function<void(const Refusal &, const v1::OpenResponse &)>;
+    // Replies at once, or, if a session is re-opened while one of its steps is computed, when that step ends.
+    void open(const v1::OpenRequest & request, OpenReply reply);
+    // On success the generation's events go to `sink` until the last one.
+    Refusal generate(const v1::GenerateRequest & request, std::shared_ptr<EventSink> sink);
+    // Stops the generation whose events go to `sink`, if it still runs. Emits nothing.
+    void cancel(const std::string & session_id, const EventSink * sink);
+    Refusal close(const v1::CloseRequest & request, v1::CloseResponse & response);
+    // A sink has room again.
+    void wake();
+
+    // ---- life
+    // Refuses every further Open.
+    void drain();
+    // Waits until no session is open; false at the timeout.
+    bool wait_drained(int64_t timeout_ms);
+    // Ends every session, both threads and all links. Idempotent. Stop the server first.
+    void stop();
+
+    // Closes idle sessions and fails those whose next hop does not answer. Housekeeping calls it; public for tests.
+    void tick(int64_t now_us);
+
+    // ---- seam (network threads)
+    Refusal on_frame(PendingCredit credit, v1::SeamFrame frame, uint64_t bytes) override;
+    void on_inbound_lost(uint64_t stream_id) override;
+    void on_credit(const CreditReport & report) override;
+    void on_link_lost(uint64_t link_id, const std::string & reason) override;
+
+  private:
+    using SessionPtr = std::shared_ptr<Session>;
+
+    // A step the engine is about to compute, and what became of it.
+    struct Job {
+        SessionPtr session;
+        uint64_t epoch = 0;
+        uint64_t generation_no = 0;  // head
+        uint32_t token_capacity = 0;
+        v1::StepFrame frame;  // boundary: of the hop before until prepare(), for the next hop after compute()
+        PendingCredit credit;
+        Step step;
+        uint32_t cached_before = 0;  // positions the engine holds before a rollback
+        StepResult result;
+        v1::SampledFrame sampled;
+        Refusal refusal;
+        bool advanced = false;    // the engine holds the step's tokens
+        bool cache_lost = false;  // the engine's sequence had to be given up
+        uint64_t compute_us = 0;
+        uint64_t sample_us = 0;
+    };
+
+    // worker.cpp: admission and calls
+    v1::DescribeResponse make_description() const;
+    Refusal check_open(const v1::OpenRequest & request) const;
+    void place(Session & session, const v1::OpenRequest & request, std::shared_ptr<Link> next,
+               std::shared_ptr<Link> head, Effects & effects);
+    Refusal check_generate(const v1::GenerateRequest & request) const;
+    void remove(const SessionPtr & session, const std::string & why, Effects & effects);
+
+    // worker_seam.cpp: frames, credits, failures. All under the mutex.
+    void take_step(Session & session, v1::StepFrame frame, PendingCredit credit, const Refusal & malformed,
+                   Effects & effects);
+    void take_sampled(Session & session, const v1::SampledFrame & frame, Effects & effects);
+    void take_failure(Session & session, const v1::FailureFrame & frame, Effects & effects);
+    void sampled(Session & session, const v1::SampledFrame & frame, Effects & effects);
+    void refuse(Session & session, const Refusal & refusal, Effects & effects);
+    void fail(Session & session, v1::Failed failure, Effects & effects);
+    void report_failure(Session & session, Effects & effects);
+    void peer_lost(Session & session, uint32_t hop_index, const std::string & reason, Effects & effects);
+    void end_generation(Session & session, Effects & effects);
+    void discard_inbox(Session & session, Effects & effects);
+    void send(Session & session, v1::SeamFrame frame, SentFrame sent, Effects & effects);
+
+    // worker_engine.cpp: the engine thread
+    void run_engine();
+    bool has_work() const;
+    bool is_ready(const Session & session) const;
+    std::vector<Job> take_jobs(Effects & effects);
+    bool take_job(const SessionPtr & session, Job & job, Effects & effects);
+    void compute(std::vector<Job> & jobs);
+    Status prepare(Job & job);
+    void execute(std::vector<Job> & jobs);
+    void sample(Job & job);
+    void commit(Job & job, Effects & effects);
+    void close_sequences(std::unique_lock<std::mutex> & lock);
+
+    void run_housekeeping();
+    SessionPtr find(const std::string & session_id) const;
+
+    const std::unique_ptr<ShardEngine> engine_;
+    const EngineDescription & model_;
+    const WorkerOptions options_;
+    const FrameRules rules_;
+    const TicketVerifier tickets_;
+    const v1::DescribeResponse description_;
+
+    mutable std::mutex mutex_;
+    std::condition_variable engine_wake_;
+    std::condition_variable housekeeping_wake_;
+    std::condition_variable drained_;
+    bool draining_ = false;
+    bool stopping_ = false;
+    std::unordered_map<std::string, SessionPtr> sessions_;
+    std::vector<int32_t> sequences_to_close_;
+    Scheduler scheduler_;
+    v1::StatusResponse totals_;
+
+    LinkPool links_;
+    std::thread engine_thread_;
+    std::thread housekeeping_thread_;
+};
+
+}  // namespace meshnet
