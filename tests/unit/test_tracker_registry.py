@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import func, select, text
 
-from meshnet.errors import LeaseLost, RequestError, UsageError
+from meshnet.errors import LeaseLost, RequestError, TrackerUnavailable, UsageError
 from meshnet.tracker.database import Database, ShardRow, sqlite_url
 from meshnet.tracker.messages import Departure, Heartbeat, Registration, ShardLoad
 from meshnet.tracker.registry import Registry
@@ -240,6 +240,19 @@ async def test_a_file_that_is_no_database_is_a_usage_error(tmp_path: Path) -> No
     path.write_text("not a database, but long enough to have a header of one" * 10)
     with pytest.raises(UsageError, match="file is not a database"):
         await Database.open(sqlite_url(path))
+
+
+async def test_a_failing_database_is_an_unavailable_tracker(registry: Registry, database: Database) -> None:
+    epoch = await register(registry)
+    async with database.writing() as session:
+        await session.execute(text("ALTER TABLE shards RENAME TO elsewhere"))
+    with pytest.raises(TrackerUnavailable, match="the tracker's database failed: no such table: shards"):
+        await registry.heartbeat("n1", beat(epoch, "a"))
+    assert advertised(registry) == []
+    async with database.writing() as session:
+        await session.execute(text("ALTER TABLE elsewhere RENAME TO shards"))
+    await registry.heartbeat("n1", beat(epoch, "a"))
+    assert advertised(registry) == ["a"]
 
 
 def test_a_lease_shorter_than_two_heartbeats_is_refused() -> None:

@@ -11,8 +11,8 @@ class NodeSettings:
 
     #: From starting a worker to its ready line; reading a large model from a slow disk takes minutes.
     start_timeout_s: float = 900.0
-    #: From SIGTERM to SIGKILL: time for sessions in progress to end.
-    drain_timeout_s: float = 30.0
+    #: From SIGTERM to SIGKILL. The worker itself gives open sessions 30 s to end.
+    drain_timeout_s: float = 40.0
     #: Wait before the first restart of a dead worker; doubles with every further death …
     restart_backoff_s: float = 0.2
     #: … up to this …

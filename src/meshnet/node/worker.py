@@ -18,7 +18,7 @@ from google.protobuf.json_format import ParseDict, ParseError
 
 from meshnet.core import Shard
 from meshnet.engines.native import KEY_ENVIRONMENT, WorkerOptions, worker_command
-from meshnet.errors import WorkerError
+from meshnet.errors import UsageError, WorkerError
 from meshnet.node.address import Endpoint
 from meshnet.rpc.convert import shard_from_description
 from meshnet.rpc.generated import shard_pb2 as pb
@@ -154,7 +154,7 @@ class Worker:
             self.address = str(event["address"])
             address = plan.endpoint.advertised(self.address)
             self._shard = shard_from_description(description, address, model=plan.model_name)
-        except (KeyError, TypeError, ValueError, ParseError) as error:
+        except (KeyError, TypeError, ValueError, ParseError, UsageError) as error:
             raise WorkerError(f"the worker's ready line is malformed: {error}") from error
         if self._shard.shard_id != self.shard_id:
             raise WorkerError(f"the worker calls itself {self._shard.shard_id}, not {self.shard_id}")

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from meshnet.errors import UsageError
+from meshnet.errors import TrackerUnavailable, UsageError
 
 #: A second process may hold the write lock for this long before a write fails.
 SQLITE_BUSY_TIMEOUT_MS = 5_000
@@ -121,20 +121,38 @@ class Database:
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncSession]:
-        """A session for queries."""
-        async with self._sessions() as session:
-            yield session
+        """A session for queries.
+
+        Raises:
+            TrackerUnavailable: the database failed.
+        """
+        with _failures():
+            async with self._sessions() as session:
+                yield session
 
     @asynccontextmanager
     async def writing(self) -> AsyncIterator[AsyncSession]:
-        """A transaction: committed at the end of the block, rolled back if it raises."""
-        async with self._writing, self._sessions.begin() as session:
-            yield session
+        """A transaction: committed at the end of the block, rolled back if it raises.
+
+        Raises:
+            TrackerUnavailable: the database failed, for example because its disk is full.
+        """
+        with _failures():
+            async with self._writing, self._sessions.begin() as session:
+                yield session
 
 
 def sqlite_url(path: Path) -> str:
     """The URL of an SQLite file."""
     return URL.create("sqlite+aiosqlite", database=str(path)).render_as_string()
+
+
+@contextmanager
+def _failures() -> Iterator[None]:
+    try:
+        yield
+    except SQLAlchemyError as error:
+        raise TrackerUnavailable(f"the tracker's database failed: {getattr(error, 'orig', None) or error}") from error
 
 
 def _shown(url: str) -> str:

@@ -7,9 +7,8 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
-from sqlalchemy.exc import SQLAlchemyError
-
 from meshnet.core import LayerRange, Shard
+from meshnet.errors import TrackerUnavailable
 from meshnet.tracker.database import Database
 from meshnet.tracker.messages import VERSION, ModelCoverage, NodeStatus, ShardStatus, TrackerStatus
 from meshnet.tracker.registry import Node, Registry
@@ -67,9 +66,9 @@ class Tracker:
             try:
                 await self.registry.expire()
                 await self.sessions.expire()
-            except SQLAlchemyError:
+            except TrackerUnavailable as error:
                 # A full disk must not end expiry for good; it is tried again at the next turn.
-                log.exception("expiry failed; trying again in %g s", self.settings.sweep_s)
+                log.error("expiry failed, trying again in %g s: %s", self.settings.sweep_s, error)
 
     def _node_status(self, node: Node) -> NodeStatus:
         return NodeStatus(
