@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-import uvicorn
 from fastapi import FastAPI
 
 from meshnet.core import RouteSource
 from meshnet.gateway.app import create_app
 from meshnet.gateway.settings import GatewaySettings
+from tests.support.http import running
 
 API_KEY = "test-key-5d2f"
 
@@ -27,17 +26,8 @@ async def serve_gateway(
 ) -> AsyncIterator[tuple[str, FastAPI]]:
     """Yields the gateway's base URL (without ``/v1``) and its application."""
     app = create_app(routes, replace(settings, **changes))  # type: ignore[arg-type]
-    listening = socket.socket()
-    listening.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5))
-    serving = asyncio.create_task(server.serve(sockets=[listening]))
-    try:
-        await until(lambda: server.started or serving.done(), "the gateway listens")
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}", app
-    finally:
-        server.should_exit = True
-        await serving
-        listening.close()
+    async with running(app) as url:
+        yield url, app
 
 
 async def until(condition: Callable[[], bool], what: str, *, timeout_s: float = 10.0) -> None:

@@ -365,7 +365,7 @@ async def test_a_model_without_template_refuses_chat_and_completes() -> None:
         ),
         (failed(pb.REFUSAL_ENGINE_FAILURE, "NaN", hop_index=1, shard_id="tail"), HopRefused, r"hop 1 \(tail\).*NaN"),
         (failed(pb.REFUSAL_PEER_LOST, "?", hop_index=9, shard_id="x"), HopLost, r"hop 0 \(head\)"),
-        (Broken.UNAVAILABLE, HopLost, r"hop 0 \(head\) cannot be reached"),
+        (Broken.UNAVAILABLE, HopLost, r"hop 0 \(head\) was lost"),
         (Broken.OK_WITHOUT_END, HopLost, r"hop 0 \(head\) ended its stream without saying why"),
         (pb.GenerateEvent(finished=pb.Finished(cause=pb.FINISH_UNSPECIFIED)), HopLost, "unknown cause"),
     ],

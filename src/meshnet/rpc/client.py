@@ -42,6 +42,8 @@ _CHANNEL_OPTIONS = [
     # call is open.
     ("grpc.keepalive_time_ms", 1_000),
     ("grpc.keepalive_timeout_ms", 2_000),
+    # Keepalive waits for an unanswered ping of any other kind (flow control sends some), so these time out as soon.
+    ("grpc.http2.ping_timeout_ms", 2_000),
     ("grpc.keepalive_permit_without_calls", 0),
     ("grpc.http2.max_pings_without_data", 0),
     # A worker that restarts on its old port must be usable at once; the default backs off up to two minutes.
@@ -233,7 +235,10 @@ def error_from_status(error: Any, worker: WorkerClient, method: str) -> MeshnetE
     detail = _refusal_detail(error.trailing_metadata() or ())
     code = error.code()
     if detail is None and code not in _REFUSAL_BY_CODE:
-        reason = "did not answer in time" if code is grpc.StatusCode.DEADLINE_EXCEEDED else "cannot be reached"
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            reason = "did not answer in time"
+        else:
+            reason = "was lost" if method == "Generate" else "cannot be reached"
         lost = HopLost(f"{worker} {reason} ({method})", hop_index=worker.hop_index, shard_id=worker.shard_id)
         # For the operator's log only: API clients see the message, and addresses are not their business.
         lost.add_note(f"{worker.address}: {code.name}: {error.details()}")
