@@ -39,6 +39,7 @@ class Agent:
         self._lease: Lease | None = None
         # Set when a shard has come or gone: the tracker hears of it at once, not at the next heartbeat.
         self._changed = asyncio.Event()
+        self._leaving = False
         self._keepers = [
             ShardKeeper(node_id, plan, self._settings, on_ready=on_ready, on_change=self._changed.set) for plan in plans
         ]
@@ -60,7 +61,10 @@ class Agent:
             try:
                 done, _ = await asyncio.wait([stopping, reporting, *serving], return_when=asyncio.FIRST_COMPLETED)
             finally:
-                stopping.cancel()
+                # A registration on its way is waited for: cancelled, it would leave a node behind that nobody ends.
+                self._leaving = True
+                self._changed.set()
+                await asyncio.wait([reporting], timeout=self._settings.departure_timeout_s)
                 await _end([reporting, stopping])
                 await self._depart()
                 await _end(serving)
@@ -75,7 +79,7 @@ class Agent:
     async def _report(self, pool: WorkerPool) -> None:
         accepted = False
         trouble = ""
-        while True:
+        while not self._leaving:
             self._changed.clear()
             try:
                 if self._lease is None:
@@ -95,7 +99,7 @@ class Agent:
                 trouble = str(error)
                 pause_s = self._settings.retry_s
             with suppress(TimeoutError):
-                async with asyncio.timeout(pause_s):
+                async with asyncio.timeout(0 if self._leaving else pause_s):
                     await self._changed.wait()
 
     async def _heartbeat(self, lease: Lease, pool: WorkerPool) -> None:

@@ -36,7 +36,9 @@ class ShardKeeper:
         self._settings = settings
         self._on_ready = on_ready
         self._on_change = on_change
+        #: What is offered; and the process to kill, which is also there while it drains.
         self._worker: Worker | None = None
+        self._process: Worker | None = None
         self._load = ShardLoad()
         self._unanswered = 0
 
@@ -81,8 +83,8 @@ class ShardKeeper:
 
     def kill(self) -> None:
         """End the worker without draining."""
-        if self._worker is not None:
-            self._worker.signal_kill()
+        if self._process is not None:
+            self._process.signal_kill()
 
     async def _start(self) -> Worker:
         # A new id per process: a ticket or an avoided shard of the dead worker never means the new one.
@@ -96,7 +98,7 @@ class ShardKeeper:
         started = time.monotonic()
         self._load = ShardLoad()
         self._unanswered = 0
-        self._worker = worker
+        self._worker = self._process = worker
         try:
             self._on_change()
             self._on_ready(worker.shard)
