@@ -159,4 +159,3 @@ async def test_bodies_that_make_no_sense() -> None:
         assert running.routes.open_sessions == set()
         answer = await running.chat(max_tokens=3)
         assert answer.status_code == 200
-    print(dict(seen))

@@ -182,7 +182,7 @@ def _answer_errors(app: FastAPI, metrics: GatewayMetrics) -> None:
         code, message = {
             404: ("not_found", f"there is no {request.url.path}; the API is under /v1"),
             405: ("method_not_allowed", f"{request.method} is not allowed on {request.url.path}"),
-        }.get(status, ("http_error", str(getattr(error, "detail", ""))))
+        }.get(status, ("invalid_request", str(getattr(error, "detail", ""))))
         metrics.errors.labels(code).inc()
         response = Failure(status, "invalid_request_error", code, message).response()
         response.headers.update(getattr(error, "headers", None) or {})
