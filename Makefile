@@ -13,7 +13,7 @@ UPSTREAM := python3 native/upstream.py
 # Build the llama.cpp work tree as it is, with changes that no patch holds: make worker DIRTY=1
 DIRTY ?=
 # Targets of unpatched llama.cpp that tests and benchmarks compare with.
-REFERENCE_TARGETS ?= llama
+REFERENCE_TARGETS ?= meshnet-reference
 BENCH_TARGETS ?= llama-bench ggml-rpc-server
 
 section = @printf '\n==== %s\n' '$(1)'
@@ -63,7 +63,7 @@ reference: packages-build packages-python ## unpatched llama.cpp, to compare wit
 
 .PHONY: demo bench
 demo: venv worker model ## chat over two workers on this machine; KEEP=1 stays up
-	@$(VENV)/meshnet demo $(if $(KEEP),--keep)
+	@$(VENV)/meshnet demo
 
 bench: venv worker model ## side by side with whole-model llama.cpp and its RPC backend
 	@$(UPSTREAM) unpatched --target $(BENCH_TARGETS)

@@ -8,7 +8,7 @@ import errno
 import sys
 from pathlib import Path
 
-from upstreamlib import build, pins, source, stack, tree
+from upstreamlib import build, pins, stack, tree
 from upstreamlib.pins import Layout
 from upstreamlib.shell import UpstreamError, only_one, say
 
@@ -48,21 +48,21 @@ def build_native(layout: Layout, options: argparse.Namespace) -> None:
         compatibility_id += f"+dirty-{changes}"
         say("building a tree with changes that no patch holds; its compatibility id says so")
     settings = [
-        *pinned.build_options,
+        *build.common_settings(pinned),
         f"MESHNET_LLAMA_DIR={layout.tree}",
         f"MESHNET_COMPATIBILITY_ID={compatibility_id}",
         f"MESHNET_BUILD_ID={build.build_id(pinned, compatibility_id)}",
     ]
-    build.run(layout.native, layout.build, settings, options.target)
+    build.run(layout.root, layout.native, layout.build, settings, options.target)
 
 
 def build_unpatched(layout: Layout, options: argparse.Namespace) -> None:
     """Build targets of llama.cpp itself without patches, into build/upstream-pristine/build/bin."""
     pinned = pins.load(layout).unpatched()
-    path = layout.pristine / "llama.cpp"
-    source.ensure(layout, pinned)
+    path = layout.pristine_tree
     tree.ensure(layout, pinned, path)
-    build.run(path, layout.pristine / "build", [*pinned.build_options, *build.PRISTINE_OPTIONS], options.target)
+    settings = [*build.common_settings(pinned), f"MESHNET_LLAMA_DIR={path}"]
+    build.run(layout.root, layout.native / "pristine", layout.pristine / "build", settings, options.target)
 
 
 def seal(layout: Layout, _: argparse.Namespace) -> None:
@@ -97,8 +97,8 @@ def main(arguments: list[str], layout: Layout) -> int:
     }
     parsers = {name: commands.add_parser(name, help=action.__doc__) for name, action in actions.items()}
     parsers["fetch"].add_argument("--discard", action="store_true", help="throw away changes in the tree")
-    for name in ("build", "unpatched"):
-        parsers[name].add_argument("--target", nargs="+", default=[], help="what to build (default: everything)")
+    parsers["build"].add_argument("--target", nargs="+", default=[], help="what to build (default: everything)")
+    parsers["unpatched"].add_argument("--target", nargs="+", required=True, help="targets of llama.cpp or ours")
     parsers["build"].add_argument(
         "--dirty", action="store_true", help="build the tree with changes that no patch holds yet"
     )

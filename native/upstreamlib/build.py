@@ -17,17 +17,6 @@ from upstreamlib.shell import BuildFailed, capture, need_space, need_tools, say,
 
 _NEED_BYTES = 600_000_000
 
-#: The unpatched tree is built on its own, with the tools that tests and benchmarks compare with.
-PRISTINE_OPTIONS = (
-    "GGML_RPC=ON",
-    "LLAMA_BUILD_COMMON=ON",
-    "LLAMA_BUILD_TOOLS=ON",
-    "LLAMA_BUILD_EXAMPLES=ON",
-    "LLAMA_BUILD_TESTS=ON",
-    "LLAMA_BUILD_SERVER=OFF",
-    "LLAMA_BUILD_APP=OFF",
-)
-
 
 def jobs() -> int:
     """How many compilers to run at once: ``MESHNET_JOBS``, or one per core."""
@@ -52,8 +41,16 @@ def build_id(pins: Pins, compatibility_id: str) -> str:
     return re.sub(r"[^A-Za-z0-9:+._/=,-]", "_", text)[:1000]
 
 
-def run(source: Path, build: Path, options: Sequence[str], targets: Sequence[str]) -> None:
+def common_settings(pins: Pins) -> list[str]:
+    """CMake settings of every build, patched or not."""
+    # Named here, or llama.cpp would ask git and compile the answer into every file of ggml.
+    return [*pins.build_options, f"LLAMA_BUILD_COMMIT={pins.commit[:12]}", "LLAMA_BUILD_NUMBER=0"]
+
+
+def run(root: Path, source: Path, build: Path, settings: Sequence[str], targets: Sequence[str]) -> None:
     """Configure if anything about it changed, then build ``targets`` (all, if none are named).
+
+    Paths below ``root`` are hidden from the compiler cache, so that another checkout finds the same objects.
 
     Raises:
         BuildFailed: CMake or Ninja failed; their own output says why.
@@ -63,8 +60,8 @@ def run(source: Path, build: Path, options: Sequence[str], targets: Sequence[str
     launchers = []
     if shutil.which("ccache"):
         launchers = [f"CMAKE_{language}_COMPILER_LAUNCHER=ccache" for language in ("C", "CXX")]
-    settings = ["CMAKE_BUILD_TYPE=Release", *launchers, *options]
-    command = ["cmake", "-S", str(source), "-B", str(build), "-G", "Ninja", *(f"-D{setting}" for setting in settings)]
+    command = ["cmake", "-S", str(source), "-B", str(build), "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release"]
+    command += [f"-D{setting}" for setting in (*launchers, *settings)]
     stamp = build / ".meshnet-configured"
     key = hashlib.sha256(json.dumps([command, os.environ.get("CXX"), os.environ.get("CC")]).encode()).hexdigest()
     if not (build / "build.ninja").is_file() or not stamp.is_file() or stamp.read_text() != key:
@@ -72,10 +69,10 @@ def run(source: Path, build: Path, options: Sequence[str], targets: Sequence[str
         _forget_moved(source, build)
         stamp.unlink(missing_ok=True)
         with timed(f"configuring {build}"):
-            _stream(command, build)
+            _stream(command, build, root)
         stamp.write_text(key)
     say(f"building {', '.join(targets) or 'everything'} in {build}")
-    _stream(["ninja", "-C", str(build), "-j", str(jobs()), *targets], build)
+    _stream(["ninja", "-C", str(build), "-j", str(jobs()), *targets], build, root)
 
 
 def _forget_moved(source: Path, build: Path) -> None:
@@ -86,8 +83,9 @@ def _forget_moved(source: Path, build: Path) -> None:
         shutil.rmtree(build)
 
 
-def _stream(command: Sequence[str], build: Path) -> None:
-    if subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode != 0:
+def _stream(command: Sequence[str], build: Path, root: Path) -> None:
+    environment = {"CCACHE_BASEDIR": str(root), **os.environ}
+    if subprocess.run(command, stdin=subprocess.DEVNULL, env=environment, check=False).returncode != 0:
         free_bytes = shutil.disk_usage(build if build.exists() else build.parent).free
         hint = f"; only {free_bytes / 1e6:.0f} MB are free there" if free_bytes < _NEED_BYTES // 6 else ""
         raise BuildFailed(f"{command[0]} failed in {build} (its output is above){hint}")

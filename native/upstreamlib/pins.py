@@ -50,6 +50,14 @@ class Layout:
         return self.root / "build" / "upstream-pristine"
 
     @property
+    def pristine_tree(self) -> Path:
+        """Seen from its build directory, the unpatched tree is where the patched one is seen from `build`.
+
+        So the compiler cache recognises what the patches leave alone.
+        """
+        return self.pristine / "upstream" / "llama.cpp"
+
+    @property
     def lock(self) -> Path:
         return self.root / "build" / ".upstream.lock"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from upstreamlib.pins import Layout, Pins
 from upstreamlib.shell import PatchFailed, git
@@ -18,12 +19,15 @@ class PatchSize:
 
 
 def sizes(layout: Layout, pins: Pins) -> list[PatchSize]:
-    """Added lines and touched paths per patch, as git counts them."""
+    """Added lines and touched paths per patch, as git counts them.
+
+    Asked from outside the repository: inside it, git drops the paths that are not below the current folder.
+    """
     result = []
     for patch in pins.patches:
         added_lines = 0
         paths = []
-        for entry in git(layout.patches, "apply", "--numstat", "-z", patch.file).split("\0"):
+        for entry in git(Path("/"), "apply", "--numstat", "-z", str(layout.patches / patch.file)).split("\0"):
             if entry:
                 added, _, path = entry.split("\t")
                 added_lines += int(added) if added.isdecimal() else 0
