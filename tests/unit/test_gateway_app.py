@@ -41,6 +41,14 @@ class Api:
     async def metrics(self) -> str:
         return (await self.http.get("/metrics")).text
 
+    async def counted(self, line: str) -> None:
+        """Wait until the metrics have ``line``."""
+        async with asyncio.timeout(5):
+            while True:
+                if line in await self.metrics():
+                    return
+                await asyncio.sleep(0.01)
+
 
 @asynccontextmanager
 async def api(*servers: ShardServer, routes: StaticRoutes | None = None, **settings: Any) -> AsyncIterator[Api]:
@@ -448,7 +456,20 @@ async def test_a_client_that_leaves_before_the_first_byte_frees_every_hop(stream
         await until(lambda: not head.sessions and not tail.sessions, "every hop is free", timeout_s=1)
         await until(lambda: bool(mesh.routes.ends), "the end is recorded")
         assert mesh.routes.ends[0][1] == FinishCause.CANCELLED
-        assert 'requests_total{route="/v1/chat/completions",status="499"} 1.0' in await mesh.metrics()
+        await mesh.counted('requests_total{route="/v1/chat/completions",status="499"} 1.0')
+
+
+async def test_a_client_that_leaves_in_the_middle_of_its_request(caplog: pytest.LogCaptureFixture) -> None:
+    async with api(ShardServer()) as mesh:
+        _, writer = await asyncio.open_connection(*_host_port(mesh.url))
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {API_KEY}\r\nContent-Length: 99\r\n\r\n"
+        )
+        writer.write(head.encode() + b'{"model"')
+        await writer.drain()
+        writer.close()
+        await mesh.counted('requests_total{route="/v1/completions",status="499"} 1.0')
+    assert [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")] == []
 
 
 async def test_a_long_prefill_is_bridged_by_comments() -> None:

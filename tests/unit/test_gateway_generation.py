@@ -19,9 +19,11 @@ from meshnet.errors import (
     NoRoute,
     Overloaded,
     PromptTooLong,
+    TrackerUnavailable,
     UnknownModel,
 )
-from meshnet.gateway.generation import Generation, GenerationRequest, Generations
+from meshnet.gateway.generation import Generation, GenerationRequest
+from meshnet.gateway.generations import Generations
 from meshnet.gateway.metrics import GatewayMetrics
 from meshnet.gateway.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from meshnet.gateway.settings import GatewaySettings
@@ -212,6 +214,22 @@ async def test_cancelled_while_the_tracker_chooses_a_route() -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
         gate.set()
+    assert [end[1] for end in routes.ends] == [FinishCause.CANCELLED]
+
+
+async def test_a_tracker_that_does_not_answer_in_time() -> None:
+    gate = asyncio.Event()
+
+    class Slow(StaticRoutes):
+        async def open_session(self, model: str, *, avoid_shards: Sequence[str] = ()) -> RouteSession:
+            await gate.wait()
+            return await super().open_session(model, avoid_shards=avoid_shards)
+
+    async with mesh(ShardServer(), routes=Slow(()), call_timeout_s=0.1) as (generations, routes):
+        with pytest.raises(TrackerUnavailable, match=r"no route within 0\.1 s"):
+            await run(generations)
+        gate.set()
+    # The session that it opened too late is given back.
     assert [end[1] for end in routes.ends] == [FinishCause.CANCELLED]
 
 

@@ -12,7 +12,8 @@ from typing import Literal, TypedDict, Unpack
 from meshnet.core import Telemetry
 from meshnet.errors import MeshnetError
 from meshnet.gateway.failures import AnswerFailed, failure_of
-from meshnet.gateway.generation import Generation, GenerationRequest, Generations
+from meshnet.gateway.generation import Generation, GenerationRequest
+from meshnet.gateway.generations import Generations
 from meshnet.gateway.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from meshnet.gateway.responses import (
     Answer,
@@ -230,7 +231,6 @@ def _generation_request(request: ChatRequest | CompletionRequest) -> GenerationR
         answer_tokens=request.answer_tokens,
         seed=request.seed,
         ignore_eos=request.ignore_eos,
-        prompt_parameter=request.prompt_parameter,
     )
 
 

@@ -13,13 +13,14 @@ from typing import Any
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meshnet.core import RouteSource, ServedModel
 from meshnet.errors import MeshnetError, NotAuthorized, UnknownModel
 from meshnet.gateway.answers import complete, stream
 from meshnet.gateway.failures import BodyTooLarge, Failure, failure_of
-from meshnet.gateway.generation import Generations
+from meshnet.gateway.generations import Generations
 from meshnet.gateway.metrics import GatewayMetrics
 from meshnet.gateway.responses import ModelCard, ModelList
 from meshnet.gateway.schemas import ChatRequest, CompletionRequest, parse_request
@@ -149,10 +150,13 @@ async def _read_body(request: Request, limit_bytes: int) -> bytes:
     if announced.isdecimal() and int(announced) > limit_bytes:
         raise too_large
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > limit_bytes:
-            raise too_large
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > limit_bytes:
+                raise too_large
+    except ClientDisconnect as error:
+        raise ClientGone("the client closed its connection before its request was complete") from error
     return bytes(body)
 
 

@@ -1,4 +1,4 @@
-"""Prompts: a chat, a text or token ids, and how each becomes text for the model's own tokenizer."""
+"""Prompts: a chat, a text or token ids, and how each becomes tokens of the model's vocabulary."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from meshnet.errors import BadParameter
+from meshnet.errors import BadParameter, HopRefused
+from meshnet.gateway.hops import Hop
 from meshnet.gateway.templates import render_chat
+from meshnet.rpc.client import refusal_name
 from meshnet.rpc.generated import shard_pb2 as pb
+
+_BAD_REQUEST = refusal_name(pb.REFUSAL_BAD_REQUEST)
 
 
 @dataclass(frozen=True)
@@ -16,11 +20,13 @@ class ChatPrompt:
     """Messages with ``role`` and ``content``, for the model's chat template."""
 
     messages: Sequence[Mapping[str, str]]
+    parameter = "messages"
 
 
 @dataclass(frozen=True)
 class TextPrompt:
     text: str
+    parameter = "prompt"
 
 
 @dataclass(frozen=True)
@@ -28,23 +34,58 @@ class TokenPrompt:
     """Token ids, used as they are."""
 
     tokens: Sequence[int]
+    parameter = "prompt"
 
 
+#: ``parameter`` is the name of the request's parameter that holds it.
 Prompt = ChatPrompt | TextPrompt | TokenPrompt
 
 
-async def text_of(prompt: ChatPrompt | TextPrompt, description: pb.DescribeResponse) -> str:
-    """The text to tokenize.
+async def prompt_tokens(prompt: Prompt, head: Hop, description: pb.DescribeResponse, *, timeout_s: float) -> list[int]:
+    """Token ids of ``prompt``, at least one.
+
+    ``description`` is that of the head's artifact; its worker tokenizes text.
 
     Raises:
-        BadParameter: the model has no chat template, or its template does not accept the messages.
+        BadParameter: there are no tokens, or some are not in the vocabulary; the model has no chat template, or its
+            template does not accept the messages.
+        HopRefused, HopLost: of the head.
     """
+    if isinstance(prompt, TokenPrompt):
+        unknown = next((token for token in prompt.tokens if token >= description.n_vocab), None)
+        if unknown is not None:
+            raise BadParameter(
+                f"token {unknown} is not in the model's vocabulary of {description.n_vocab} tokens",
+                param=prompt.parameter,
+            )
+        tokens = list(prompt.tokens)
+    else:
+        text = await _text(prompt, description)
+        try:
+            tokens = await head.worker.tokenize(
+                head.ticket,
+                text,
+                # A template that writes the BOS token itself must not get a second one.
+                add_special=not (description.bos_token and text.startswith(description.bos_token)),
+                parse_special=True,
+                timeout_s=timeout_s,
+            )
+        except HopRefused as error:
+            if error.refusal == _BAD_REQUEST:
+                raise BadParameter(str(error), param=prompt.parameter) from error
+            raise
+    if not tokens:
+        raise BadParameter("the prompt has no tokens; send some text", param=prompt.parameter)
+    return tokens
+
+
+async def _text(prompt: ChatPrompt | TextPrompt, description: pb.DescribeResponse) -> str:
     if isinstance(prompt, TextPrompt):
         return prompt.text
     if not description.chat_template:
         raise BadParameter(
             "this model has no chat template, so it cannot chat; use /v1/completions with a plain prompt",
-            param="messages",
+            param=prompt.parameter,
         )
     # In a thread: a template is foreign code and may take up to its time limit.
     return await asyncio.to_thread(

@@ -7,7 +7,7 @@ a value that asks for nothing (``null``, ``n=1``, ``tools=[]``) is accepted. Typ
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError, from_json
@@ -186,9 +186,6 @@ class GenerationParameters(_Strict):
     repeat_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
     ignore_eos: bool = False
 
-    #: Name of the parameter that holds the prompt, for errors about its length.
-    prompt_parameter: ClassVar[str]
-
     @model_validator(mode="after")
     def _options_need_stream(self) -> GenerationParameters:
         if self.stream_options is not None and not self.stream:
@@ -222,8 +219,6 @@ class ChatRequest(GenerationParameters):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
 
-    prompt_parameter = "messages"
-
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
@@ -248,8 +243,6 @@ class CompletionRequest(GenerationParameters):
     # OpenAI's default for this route.
     max_tokens: _AnswerTokens = 16
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
-
-    prompt_parameter = "prompt"
 
     @property
     def answer_tokens(self) -> int | None:

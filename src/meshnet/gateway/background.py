@@ -1,0 +1,34 @@
+"""Tasks that must run to their end whatever happens to whoever started them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+_Result = TypeVar("_Result")
+
+
+class Background:
+    """Keeps its tasks until they are done; ``close`` waits for them."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def run(self, work: Coroutine[Any, Any, _Result]) -> asyncio.Task[_Result]:
+        """Start ``work``. Await it behind ``asyncio.shield`` if being cancelled must not cancel it."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def close(self, *, timeout_s: float) -> None:
+        """Wait until nothing runs any more, also nothing started meanwhile; cancel what runs after ``timeout_s``."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._tasks:
+                    await asyncio.wait(self._tasks)
+        except TimeoutError:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)

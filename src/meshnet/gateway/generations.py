@@ -1,0 +1,166 @@
+"""Starts generations: finds a route for each, tries another where a hop refuses, and sees every one to its end.
+
+However a generation ends (end token, length, stop string, client gone, failure, deadline), its end runs in a task of
+its own, so that no cancellation leaves Hot KV behind on a hop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+
+from meshnet.core import FinishCause, RouteSession, RouteSource
+from meshnet.errors import (
+    HopLost,
+    HopRefused,
+    MeshnetError,
+    NoRoute,
+    Overloaded,
+    RouteError,
+    TrackerUnavailable,
+)
+from meshnet.gateway.background import Background
+from meshnet.gateway.generation import Generation, GenerationRequest
+from meshnet.gateway.hops import Hop, RouteHops
+from meshnet.gateway.metrics import GatewayMetrics
+from meshnet.gateway.settings import GatewaySettings
+from meshnet.rpc.client import WorkerPool, refusal_name
+from meshnet.rpc.generated import shard_pb2 as pb
+from meshnet.telemetry.generation import Timeline
+
+_log = logging.getLogger(__name__)
+
+_NO_CAPACITY = refusal_name(pb.REFUSAL_NO_CAPACITY)
+
+_MAX_DESCRIPTIONS = 256
+
+
+class Generations:
+    """All generations of one gateway. Owns the connections to workers; ``close`` it."""
+
+    def __init__(self, routes: RouteSource, settings: GatewaySettings, metrics: GatewayMetrics) -> None:
+        self.settings = settings
+        self.metrics = metrics
+        self._routes = routes
+        self._pool = WorkerPool()
+        self._background = Background()
+        self._running = 0
+        # By artifact digest: artifacts do not change, so neither do their vocabulary and template.
+        self._descriptions: dict[str, pb.DescribeResponse] = {}
+
+    @contextlib.asynccontextmanager
+    async def start(self, request: GenerationRequest) -> AsyncIterator[Generation]:
+        """A running generation; at exit it is ended on every hop, and its telemetry is complete.
+
+        A hop that refuses or is lost before generation begins leads to another route, a bounded number of times.
+
+        Raises:
+            RequestError: unknown model, a prompt that does not fit, a parameter the model cannot serve.
+            RouteError, TrackerUnavailable: the mesh cannot serve the request.
+        """
+        received_s = time.monotonic()
+        if self._running >= self.settings.max_running:
+            raise Overloaded(f"this gateway already runs {self._running} answers; try again later")
+        self._running += 1
+        self.metrics.running.inc()
+        try:
+            generation = await self._open(request, received_s)
+            try:
+                yield generation
+            except BaseException as error:
+                await generation.abort(error)
+                raise
+            await generation.end(generation.finish_cause or FinishCause.CANCELLED)
+        finally:
+            self._running -= 1
+            self.metrics.running.dec()
+
+    async def close(self) -> None:
+        """Wait for the ends of generations, which are bounded in time, then drop all connections."""
+        await self._background.close(timeout_s=2 * self.settings.call_timeout_s + self.settings.close_timeout_s)
+        await self._pool.close()
+
+    async def _open(self, request: GenerationRequest, received_s: float) -> Generation:
+        refusals: list[HopRefused | HopLost] = []
+        while True:
+            session = await self._open_session(request.model, refusals)
+            hops = RouteHops(session, self._pool, self.settings, self._background)
+            generation = Generation(
+                session,
+                hops,
+                Timeline(received_s),
+                settings=self.settings,
+                metrics=self.metrics,
+                background=self._background,
+                on_end=self._record_end,
+            )
+            try:
+                await generation.open(request, await self._description(hops.head))
+                return generation
+            except (HopRefused, HopLost) as error:
+                await generation.abort(error)
+                _log.warning("%s; trying another route", error, exc_info=error)
+                refusals.append(error)
+            except BaseException as error:
+                await generation.abort(error)
+                raise
+            if len(refusals) >= self.settings.route_attempts:
+                raise _no_route_left(refusals)
+
+    async def _open_session(self, model: str, refusals: Sequence[HopRefused | HopLost]) -> RouteSession:
+        avoid = [refusal.shard_id for refusal in refusals]
+        opening = asyncio.ensure_future(self._routes.open_session(model, avoid_shards=avoid))
+        try:
+            async with asyncio.timeout(self.settings.call_timeout_s):
+                return await asyncio.shield(opening)
+        except TimeoutError as error:
+            self._background.run(self._abandon(opening))
+            raise TrackerUnavailable(f"the tracker chose no route within {self.settings.call_timeout_s:g} s") from error
+        except asyncio.CancelledError:
+            self._background.run(self._abandon(opening))
+            raise
+        except (NoRoute, Overloaded) as error:
+            if refusals:
+                raise _no_route_left(refusals) from error
+            raise
+
+    async def _abandon(self, opening: asyncio.Future[RouteSession]) -> None:
+        """Close a session that the tracker opens for somebody who left meanwhile."""
+        with contextlib.suppress(MeshnetError):
+            session = await opening
+            await self._record_end(session.session_id, FinishCause.CANCELLED, 0)
+
+    async def _record_end(self, session_id: str, cause: FinishCause, generated_tokens: int) -> None:
+        """Tell the tracker; one that does not answer is logged, and its own expiry cleans up."""
+        try:
+            async with asyncio.timeout(self.settings.call_timeout_s):
+                await self._routes.close_session(session_id, finish_cause=cause, generated_tokens=generated_tokens)
+        except (MeshnetError, TimeoutError) as error:
+            _log.warning("the end of a session could not be recorded: %s", str(error) or "no answer in time")
+
+    async def _description(self, head: Hop) -> pb.DescribeResponse:
+        """Vocabulary facts and chat template of the route's artifact."""
+        digest = head.shard.artifact_digest
+        description = self._descriptions.get(digest)
+        if description is None:
+            description = await head.worker.describe(timeout_s=self.settings.call_timeout_s)
+            if description.artifact_digest != digest:
+                raise HopRefused(
+                    f"{head.worker} serves another artifact than its route says",
+                    refusal=refusal_name(pb.REFUSAL_WRONG_ARTIFACT),
+                    shard_id=head.shard.shard_id,
+                )
+            if len(self._descriptions) >= _MAX_DESCRIPTIONS:
+                self._descriptions.pop(next(iter(self._descriptions)))
+            self._descriptions[digest] = description
+        return description
+
+
+def _no_route_left(refusals: Sequence[HopRefused | HopLost]) -> RouteError:
+    """What to tell the client after every route that was tried refused."""
+    if any(isinstance(refusal, HopRefused) and refusal.refusal == _NO_CAPACITY for refusal in refusals):
+        return Overloaded(f"every route is full; try again later ({refusals[-1]})")
+    return refusals[-1]
