@@ -60,4 +60,8 @@ std::string hex_of(const std::string & bytes) {
     return hex;
 }
 
+std::string log_name(const std::string & session_id) {
+    return hex_of(session_id.substr(0, 4));
+}
+
 }  // namespace meshnet

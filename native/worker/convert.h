@@ -18,4 +18,7 @@ std::vector<TensorData> take_boundary(v1::StepFrame & frame);
 
 std::string hex_of(const std::string & bytes);
 
+// How logs name a session: enough to tell it apart, too little to act on it (the id is a capability).
+std::string log_name(const std::string & session_id);
+
 }  // namespace meshnet

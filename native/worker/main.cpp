@@ -20,6 +20,8 @@ namespace {
 constexpr int exit_usage = 2;
 constexpr int exit_load = 3;
 constexpr int64_t wait_slice_ms = 50;
+// After the drain: for answers that are still being written. A client that does not read takes all of it.
+constexpr int64_t last_answers_ms = 100;
 
 std::string json_of(const google::protobuf::Message & message) {
     google::protobuf::util::JsonPrintOptions options;
@@ -159,7 +161,7 @@ int run(Flags flags) {
         std::fflush(nullptr);
         _exit(0);
     }
-    server.stop(1000);
+    server.stop(last_answers_ms);
     worker.stop();
     return 0;
 }

@@ -463,7 +463,7 @@ void Worker::tick(int64_t now) {
                           effects);
             } else if (!waits_for_hop && !waits_for_token && !s.computing && s.inbox.empty() &&
                        now - s.last_activity_us > s.idle_timeout_us) {
-                log_info("session " + hex_of(id) + " closed after " + std::to_string(s.idle_timeout_us / 1000) +
+                log_info("session " + log_name(id) + " closed after " + std::to_string(s.idle_timeout_us / 1000) +
                          " ms idle");
                 remove(session, "the session was idle for too long", effects);
             }

@@ -163,7 +163,7 @@ void Worker::fail(Session & session, v1::Failed failure, Effects & effects) {
     if (session.failure.has_value()) {
         return;  // the first cause counts
     }
-    log_warning("session " + hex_of(session.id) + " epoch " + std::to_string(session.epoch) + ": " +
+    log_warning("session " + log_name(session.id) + " epoch " + std::to_string(session.epoch) + ": " +
                 v1::Refusal_Name(failure.refusal()) + " at hop " + std::to_string(failure.hop_index()) + ": " +
                 failure.message());
     session.failure = std::move(failure);
