@@ -46,14 +46,14 @@ def test_parameters_are_documented() -> None:
     assert both | first_cells("api.md", "Chat") == set(ChatRequest.model_fields)
     assert both | first_cells("api.md", "Completions") == set(CompletionRequest.model_fields)
     text = (DOCS / "api.md").read_text()
-    for name in [*schemas._IGNORED, *schemas._UNSUPPORTED]:
+    for name in [*schemas.IGNORED, *schemas.UNSUPPORTED]:
         assert f"`{name}`" in text, name
 
 
 def test_error_codes_are_documented() -> None:
     rows = re.findall(r"^\| (\d{3}) \| `([a-z_]+)`", (DOCS / "api.md").read_text(), re.MULTILINE)
     documented = {code: int(status) for status, code in rows}
-    raised = {code: status for _, status, _, code in failures._KINDS}
+    raised = {code: status for _, status, _, code in failures.KINDS}
     assert documented == {
         **raised,
         "internal_error": 500,

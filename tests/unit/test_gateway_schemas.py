@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from meshnet.errors import BadParameter
-from meshnet.gateway.answers import _sampling
+from meshnet.gateway.answers import sampling_params
 from meshnet.gateway.schemas import ChatRequest, CompletionRequest, parse_request
 
 USER = {"role": "user", "content": "x"}
@@ -192,12 +192,12 @@ def test_content_and_prompts_in_all_their_shapes() -> None:
 
 
 def test_sampling_on_the_wire() -> None:
-    plain = _sampling(chat())
+    plain = sampling_params(chat())
     assert (plain.penalty_last_n, plain.logprobs) == (0, 0)
     # 0 would turn top_p off on the wire.
-    assert 0 < _sampling(chat(top_p=0)).top_p < 1e-6
-    assert _sampling(chat(frequency_penalty=0.5)).penalty_last_n == -1
-    assert _sampling(chat(logprobs=True)).logprobs == 1
-    assert _sampling(chat(logprobs=True, top_logprobs=20)).logprobs == 21
-    assert _sampling(completion(logprobs=5)).logprobs == 6
-    assert dict(_sampling(chat(logit_bias={"7": -100})).logit_bias) == {7: -100.0}
+    assert 0 < sampling_params(chat(top_p=0)).top_p < 1e-6
+    assert sampling_params(chat(frequency_penalty=0.5)).penalty_last_n == -1
+    assert sampling_params(chat(logprobs=True)).logprobs == 1
+    assert sampling_params(chat(logprobs=True, top_logprobs=20)).logprobs == 21
+    assert sampling_params(completion(logprobs=5)).logprobs == 6
+    assert dict(sampling_params(chat(logit_bias={"7": -100})).logit_bias) == {7: -100.0}

@@ -54,8 +54,10 @@ def test_names_that_templates_use() -> None:
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{{ 1 // 0 }}", "ZeroDivisionError"),
         ("{{ messages[7].content }}", "no element 7"),
+        ("{{ lipsum(10 ** 6) }}", "undefined|limited"),
         ("{{ 10 ** 10 ** 10 }}", "limited"),
         ("{{ 'a' * 1000000000 }}", "limited"),
+        ("{{ ('a' * 90000) * 90000 }}", "limited"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recurses"),
         ("{% for x in range(99999) %}{{ 'x' * 9999 }}{% endfor %}", "longer than"),
         ("x" * (templates.MAX_TEMPLATE_BYTES + 1), "larger than"),
@@ -72,6 +74,9 @@ def test_errors_of_a_template_are_the_clients_to_read(source: str, reason: str) 
         "{% set xs = range(99999) %}"
         "{% for a in xs %}{% for b in xs %}{% for c in xs %}{% endfor %}{% endfor %}{% endfor %}",
         "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        # Names that a template takes over change nothing.
+        "{% set tick = range %}{% set environment = {} %}{% set xs = range(99999) %}"
+        "{% for a in xs %}{% for b in xs %}{% for c in xs %}{% endfor %}{% endfor %}{% endfor %}",
     ],
 )
 def test_endless_templates_are_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:

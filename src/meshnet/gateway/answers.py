@@ -227,7 +227,7 @@ def _generation_request(request: ChatRequest | CompletionRequest) -> GenerationR
     return GenerationRequest(
         model=request.model,
         prompt=_prompt(request),
-        sampling=_sampling(request),
+        sampling=sampling_params(request),
         answer_tokens=request.answer_tokens,
         seed=request.seed,
         ignore_eos=request.ignore_eos,
@@ -242,7 +242,7 @@ def _prompt(request: ChatRequest | CompletionRequest) -> Prompt:
     return TokenPrompt(request.prompt)
 
 
-def _sampling(request: GenerationParameters) -> pb.SamplingParams:
+def sampling_params(request: GenerationParameters) -> pb.SamplingParams:
     penalties = request.presence_penalty or request.frequency_penalty or request.repeat_penalty != 1
     return pb.SamplingParams(
         temperature=request.temperature,

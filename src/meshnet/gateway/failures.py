@@ -84,7 +84,7 @@ _INVALID = "invalid_request_error"
 _SERVER = "server_error"
 
 # Most specific first.
-_KINDS: tuple[tuple[type[Exception], int, str, str], ...] = (
+KINDS: tuple[tuple[type[Exception], int, str, str], ...] = (
     (UnknownModel, 404, _INVALID, "model_not_found"),
     (PromptTooLong, 400, _INVALID, "context_length_exceeded"),
     (BodyTooLarge, 413, _INVALID, "body_too_large"),
@@ -108,7 +108,7 @@ def failure_of(error: Exception) -> Failure:
         overloaded = Overloaded(f"the route is full; try again later ({error})")
         overloaded.__cause__ = error
         error = overloaded
-    for kind, status, name, code in _KINDS:
+    for kind, status, name, code in KINDS:
         if isinstance(error, kind):
             return Failure(
                 status=status,

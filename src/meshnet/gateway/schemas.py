@@ -22,7 +22,7 @@ MAX_STOP_CHARS = 1000
 MAX_LOGIT_BIASES = 1024
 
 # Sent by unmodified clients; they describe the caller or ask for nothing that changes the answer.
-_IGNORED = frozenset(
+IGNORED = frozenset(
     {
         "metadata",
         "parallel_tool_calls",
@@ -36,7 +36,7 @@ _IGNORED = frozenset(
 )
 
 # Parameters that are not supported, with the values that ask for nothing.
-_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
     "chat_template_kwargs": ({},),
@@ -275,14 +275,14 @@ def parse_request(kind: type[_Request], body: bytes) -> _Request:
 def _supported(kind: type[GenerationParameters], fields: dict[str, Any]) -> dict[str, Any]:
     kept = {}
     for name, value in fields.items():
-        if value is None or name in _IGNORED:
+        if value is None or name in IGNORED:
             continue
         if name in kind.model_fields:
             kept[name] = value
-        elif name not in _UNSUPPORTED:
+        elif name not in UNSUPPORTED:
             raise BadParameter(f"unknown parameter '{name[:100]}'", param=name[:100])
-        elif not any(type(value) is type(harmless) and value == harmless for harmless in _UNSUPPORTED[name]):
-            allowed = " or ".join(repr(harmless) for harmless in _UNSUPPORTED[name])
+        elif not any(type(value) is type(harmless) and value == harmless for harmless in UNSUPPORTED[name]):
+            allowed = " or ".join(repr(harmless) for harmless in UNSUPPORTED[name])
             hint = f" (only {allowed} is accepted)" if allowed else ""
             raise BadParameter(f"'{name}' is not supported{hint}", param=name)
     return kept

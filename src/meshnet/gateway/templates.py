@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -27,9 +28,10 @@ MAX_RENDER_S = 2.0
 #: Far above what fits the longest session (131,072 tokens).
 MAX_OUTPUT_CHARS = 16 * 1024 * 1024
 
-_MAX_REPEAT = 100_000
-_TICK = "meshnet_tick"
-_DEADLINE = "meshnet_deadline"
+_MAX_PRODUCT = 10_000_000
+
+# Monotonic seconds; of the rendering that runs in this context.
+_deadline_s: ContextVar[float] = ContextVar("chat template deadline")
 
 
 def render_chat(source: str, messages: Sequence[Mapping[str, Any]], *, bos_token: str = "", eos_token: str = "") -> str:
@@ -47,8 +49,8 @@ def render_chat(source: str, messages: Sequence[Mapping[str, Any]], *, bos_token
         "add_generation_prompt": True,
         "tools": None,
         "documents": None,
-        _DEADLINE: time.monotonic() + MAX_RENDER_S,
     }
+    _deadline_s.set(time.monotonic() + MAX_RENDER_S)
     parts = []
     size = 0
     try:
@@ -77,9 +79,19 @@ class _Environment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**"})
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" or any(isinstance(side, int) and abs(side) > _MAX_REPEAT for side in (left, right)):
+        # Repeated text (or lists), and whole numbers without end.
+        size = 1
+        for side in (left, right):
+            size *= abs(side) if isinstance(side, int) else len(side) if hasattr(side, "__len__") else 1
+        if operator == "**" or size > _MAX_PRODUCT:
             raise SecurityError(f"'{operator}' is limited in chat templates")
         return super().call_binop(context, operator, left, right)
+
+    @staticmethod
+    def tick() -> None:
+        """Called by every turn of every loop and by every macro."""
+        if time.monotonic() > _deadline_s.get():
+            raise SecurityError(f"it ran for longer than {MAX_RENDER_S:g} s")
 
 
 class _GenerationTag(Extension):
@@ -98,20 +110,16 @@ def _compile(source: str) -> Template:
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
-    environment.globals[_TICK] = _tick
+    # Makes text out of nothing, as much as is asked for.
+    environment.globals.pop("lipsum")
     tree = environment.parse(source)
     repeated: nodes.For | nodes.Macro | nodes.CallBlock
     for repeated in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):  # type: ignore[assignment]
-        deadline = nodes.Name(_DEADLINE, "load")
-        tick = nodes.ExprStmt(nodes.Call(nodes.Name(_TICK, "load"), [deadline], [], None, None))
+        # Not by a name: a template could give that another meaning.
+        tick = nodes.ExprStmt(nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None))
         repeated.body.insert(0, tick.set_lineno(repeated.lineno))
     tree.set_environment(environment)
     return Template.from_code(environment, environment.compile(tree), environment.make_globals(None))
-
-
-def _tick(deadline: float) -> None:
-    if time.monotonic() > deadline:
-        raise SecurityError(f"it ran for longer than {MAX_RENDER_S:g} s")
 
 
 def _raise_exception(message: str) -> NoReturn:
