@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from meshnet.cli.ask import Answer, connect
+from meshnet.engines.native import find_worker
 from meshnet.errors import NoRoute
 from meshnet.rpc.client import WorkerPool
 from tests.support.mesh import (
@@ -41,6 +42,13 @@ QUICK = ("--heartbeat-s", "0.5", "--lease-ttl-s", "3")
 async def net(tmp_path: Path) -> AsyncIterator[Mesh]:
     async with mesh(tmp_path) as started:
         yield started
+
+
+def worker_that_breaks_with(broken: Path, program: Path) -> Path:
+    """The real worker, except that it ends at once while the file ``broken`` exists."""
+    program.write_text(f'#!/bin/sh\n[ -e {broken} ] && echo broken >&2 && exit 9\nexec {find_worker()} "$@"\n')
+    program.chmod(0o755)
+    return program
 
 
 async def ask(net: Mesh) -> str:
@@ -108,6 +116,31 @@ async def test_a_killed_worker_is_withdrawn_at_once_and_restarted(net: Mesh) -> 
     assert {n: node.lease_epoch for n, node in after.items()} == {n: node.lease_epoch for n, node in before.items()}
     assert lost not in await net.shards()
     assert await ask(net) == expected
+
+
+async def test_a_worker_that_cannot_be_restarted_is_tried_again(net: Mesh, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    await net.serve(*PATIENT)
+    net.worker = worker_that_breaks_with(broken, tmp_path / "worker")
+    node = await net.node("0:8")
+    (lost,) = await net.shards()
+    broken.touch()
+    os.kill(worker_pid(node), signal.SIGKILL)
+    await net.withdrawn(lost)
+
+    async def gave_it_several_tries() -> bool:
+        return node.log.read_text().count("failed: the worker died before it was ready (exit code 9)") >= 3
+
+    await until("the agent tries again and again", gave_it_several_tries)
+    assert await net.shards() == {}
+    with pytest.raises(NoRoute, match="no ready shard holds any of its layers"):
+        await net.open_session()
+    broken.unlink()
+
+    async def restarted() -> bool:
+        return len(await net.shards()) == 1
+
+    await until("a new worker is offered", restarted)
 
 
 async def test_a_worker_that_hangs_is_killed_and_restarted(net: Mesh) -> None:

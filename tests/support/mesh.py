@@ -63,6 +63,8 @@ class Mesh:
         self.directory = directory
         self.started = started
         self.url = ""
+        #: The worker that nodes started from now on run; None leaves that to them.
+        self.worker: Path | None = None
         self._serves = 0
         self._nodes = 0
 
@@ -89,6 +91,8 @@ class Mesh:
         arguments = ["node", "--engine", "test", "--model", MODEL, "--layers", layers, "--tracker", self.url, "--json"]
         arguments += ["--state-dir", str(self.directory / (state or f"node-{self._nodes}")), *options]
         environment = {**self.environment, "MESHNET_JOIN_TOKEN": token}
+        if self.worker is not None:
+            environment["MESHNET_WORKER"] = str(self.worker)
         return await self.started.start(f"node {self._nodes}", arguments, environment)
 
     async def node(self, layers: str, *options: str, state: str | None = None) -> Child:

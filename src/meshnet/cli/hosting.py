@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import ipaddress
+import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
@@ -20,7 +22,9 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-#: Streams that still run this long after the first stop request are cut off.
+log = logging.getLogger(__name__)
+
+#: Requests that still run this long after the first stop request are cut off.
 SHUTDOWN_S = 10
 
 
@@ -74,25 +78,36 @@ def reachable_url(listener: socket.socket) -> str:
 async def run(
     application: Application, listener: socket.socket, *, on_ready: Callable[[], None], with_parent: bool
 ) -> None:
-    """Serve until SIGTERM, SIGINT or (``with_parent``) the end of standard input; a second request is not waited for.
+    """Serve until SIGTERM, SIGINT or (``with_parent``) the end of standard input.
+
+    Requests then get ``SHUTDOWN_S`` to end. A second stop request cuts them off at once, a third
+    leaves without cleaning up.
 
     Raises:
         UsageError: the application could not start.
     """
-    server = _Server(
-        uvicorn.Config(
-            application,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=SHUTDOWN_S,
-        ),
-        on_ready,
-    )
+    server = _Server(uvicorn.Config(application, log_config=None, access_log=False, server_header=False), on_ready)
+
+    def cut_off() -> None:
+        # Not Uvicorn's own time limit: that one ends the application before the cancelled requests have cleaned up.
+        running = list(server.server_state.tasks)
+        if running:
+            log.warning("cutting off %d requests that are still running", len(running))
+        for task in running:
+            task.cancel()
+
+    requests_to_stop = 0
 
     def stop() -> None:
-        server.force_exit = server.should_exit
+        nonlocal requests_to_stop
+        requests_to_stop += 1
         server.should_exit = True
+        if requests_to_stop == 1:
+            asyncio.get_running_loop().call_later(SHUTDOWN_S, cut_off)
+        elif requests_to_stop == 2:
+            cut_off()
+        else:
+            server.force_exit = True
 
     with stop_requests(stop, with_parent=with_parent):
         await server.serve(sockets=[listener])
