@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshnet.core import LayerRange, Route, Shard
-from meshnet.errors import NoRoute, Overloaded
+from meshnet.errors import NoRoute
 from meshnet.tracker.routes import Offer, choose_route, covers, gaps, why_no_route
 from tests.support.shards import make_shard
 
@@ -44,8 +44,7 @@ def offers(draw: st.DrawFn) -> list[Offer]:
             boundary_in=draw(st.sampled_from(["residual", "residual", "wide"])),
             boundary_out=draw(st.sampled_from(["residual", "residual", "wide"])),
         )
-        busy = draw(st.integers(0, 4)) / 4
-        made.append(Offer(shard, busy=busy, full=draw(st.integers(0, 9)) == 0))
+        made.append(Offer(shard, busy=draw(st.integers(0, 4)) / 4))
     return made
 
 
@@ -53,15 +52,11 @@ def offers(draw: st.DrawFn) -> list[Offer]:
 def test_the_best_of_all_routes_is_chosen(offered: list[Offer], avoid: set[str], order: random.Random) -> None:
     usable = [offer for offer in offered if offer.shard.model == "tiny" and offer.shard.shard_id not in avoid]
     busy = {offer.shard.shard_id: offer.busy for offer in offered}
-    possible = list(every_route([offer.shard for offer in usable if not offer.full]))
+    possible = list(every_route([offer.shard for offer in usable]))
     try:
         route = choose_route("tiny", offered, avoid)
     except NoRoute:
-        assert not list(every_route([offer.shard for offer in usable]))
-        return
-    except Overloaded:
         assert not possible
-        assert list(every_route([offer.shard for offer in usable]))
         return
 
     assert [layer for shard in route.shards for layer in range(shard.layers.start, shard.layers.end)] == list(
@@ -140,11 +135,6 @@ def test_avoided_shards_are_named() -> None:
         "no route for tiny (leaving out b, which just failed or refused): gap at layer 3: no ready shard holds layers "
         "3:8"
     )
-
-
-def test_a_full_shard_that_every_route_needs_is_an_overload() -> None:
-    with pytest.raises(Overloaded, match=r"every route for tiny is full \(b\)"):
-        choose_route("tiny", [Offer(make_shard("a", "0:3")), Offer(make_shard("b", "3:8"), busy=1.0, full=True)])
 
 
 @given(st.integers(1, 30), st.lists(st.tuples(st.integers(0, 29), st.integers(1, 10)), max_size=6))

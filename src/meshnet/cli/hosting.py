@@ -86,7 +86,15 @@ async def run(
     Raises:
         UsageError: the application could not start.
     """
-    server = _Server(uvicorn.Config(application, log_config=None, access_log=False, server_header=False), on_ready)
+    config = uvicorn.Config(
+        application,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        # Longer than clients keep idle connections (httpx: 5 s), so that none is closed just as it is used again.
+        timeout_keep_alive=75,
+    )
+    server = _Server(config, on_ready)
 
     def cut_off() -> None:
         # Not Uvicorn's own time limit: that one ends the application before the cancelled requests have cleaned up.

@@ -19,7 +19,6 @@ from meshnet.errors import (
     MeshnetError,
     NoRoute,
     NotAuthorized,
-    Overloaded,
     RequestError,
     TrackerUnavailable,
     UnknownModel,
@@ -61,7 +60,6 @@ FAULTS = (
     Fault(UnknownModel, 404, "unknown_model"),
     Fault(RequestError, 422, "bad_request"),
     Fault(NoRoute, 503, "no_route"),
-    Fault(Overloaded, 429, "overloaded"),
     Fault(LeaseLost, 409, "lease_lost"),
     Fault(TrackerUnavailable, 503, "tracker_unavailable"),
 )
@@ -140,8 +138,6 @@ async def _on_error(_: Request, error: Exception) -> Response:
     if fault is None:
         raise error
     details: dict[str, object] = {}
-    if isinstance(error, Overloaded):
-        details["retry_after_s"] = error.retry_after_s
     if isinstance(error, LeaseLost):
         details["superseded"] = error.superseded
     if isinstance(error, RequestError):

@@ -17,7 +17,6 @@ from meshnet.errors import (
     MeshnetError,
     NoRoute,
     NotAuthorized,
-    Overloaded,
     RequestError,
     TrackerUnavailable,
     UnknownModel,
@@ -88,7 +87,7 @@ class TrackerClient:
         return _read(ServedModels, await self._call("GET", "/models")).models
 
     async def open_session(self, model: str, *, avoid_shards: Sequence[str] = ()) -> RouteSession:
-        """Raises ``UnknownModel``, ``NoRoute`` or ``Overloaded``."""
+        """Raises ``UnknownModel`` or ``NoRoute``."""
         try:
             wanted = OpenSession(model=model, avoid_shards=tuple(avoid_shards))
         except ValidationError:
@@ -165,8 +164,6 @@ def _error_from(answer: httpx.Response, url: str) -> MeshnetError:
             return RequestError(message, param=told.get("param"))
         case "no_route":
             return NoRoute(message)
-        case "overloaded":
-            return Overloaded(message, retry_after_s=int(told.get("retry_after_s") or 1))
         case "lease_lost":
             return LeaseLost(message, superseded=bool(told.get("superseded")))
     return TrackerUnavailable(f"the tracker at {url} failed ({answer.status_code} {code}): {message}")

@@ -38,7 +38,7 @@ class KnownModel:
 
 @dataclass
 class Node:
-    """One known node. ``deadline`` is on the registry's clock and counts only while ``state`` is live."""
+    """One known node. ``reported_s`` is its last report on the registry's clock; the lease of a live node runs from it."""
 
     node_id: str
     lease_epoch: int
@@ -46,7 +46,7 @@ class Node:
     version: str
     state: str
     last_seen_unix_s: float
-    deadline: float
+    reported_s: float
     shards: dict[str, ShardAdvertisement] = field(default_factory=dict)
 
 
@@ -66,7 +66,7 @@ class Registry:
 
     async def restore(self) -> None:
         """Read what an earlier run left. Live nodes get a whole lease period from now."""
-        deadline = self._clock() + self._settings.lease_ttl_s
+        now_s = self.now_s()
         async with self._database.reading() as session:
             for row in await session.scalars(select(NodeRow)):
                 self._nodes[row.node_id] = Node(
@@ -76,7 +76,7 @@ class Registry:
                     version=row.version,
                     state=row.state,
                     last_seen_unix_s=row.last_seen_unix_s,
-                    deadline=deadline,
+                    reported_s=now_s,
                 )
             for shard_row in await session.scalars(select(ShardRow)):
                 shard = Shard.model_validate(shard_row.shard)
@@ -97,7 +97,7 @@ class Registry:
                 version=registration.version,
                 state=LIVE,
                 last_seen_unix_s=time.time(),
-                deadline=self._clock() + self._settings.lease_ttl_s,
+                reported_s=self.now_s(),
             )
             await self._store(node)
             self._nodes[node_id] = node
@@ -130,7 +130,7 @@ class Registry:
                     log.info("shard %s withdrawn", shard_id)
             node.shards = offered
             node.last_seen_unix_s = time.time()
-            node.deadline = self._clock() + self._settings.lease_ttl_s
+            node.reported_s = self.now_s()
 
     async def deregister(self, node_id: str, departure: Departure) -> None:
         """End a lease at the node's own wish.
@@ -152,6 +152,10 @@ class Registry:
                 log.warning("node %s lost: no heartbeat for %g s", node.node_id, self._settings.lease_ttl_s)
         return tuple(node.node_id for node in late)
 
+    def now_s(self) -> float:
+        """The registry's clock: seconds that never jump, from an unknown start."""
+        return self._clock()
+
     def nodes(self) -> tuple[Node, ...]:
         """All known nodes by id. A node whose lease has just run out is told as lost even before `expire` ran."""
         return tuple(
@@ -168,7 +172,7 @@ class Registry:
         return tuple(model for _, model in sorted(self._models.items()))
 
     def _in_time(self, node: Node) -> bool:
-        return self._clock() < node.deadline
+        return self.now_s() < node.reported_s + self._settings.lease_ttl_s
 
     def _leased(self, node_id: str, lease_epoch: int, instance: str) -> Node:
         node = self._nodes.get(node_id)

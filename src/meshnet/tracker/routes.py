@@ -6,16 +6,18 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from meshnet.core import LayerRange, Route, Shard
-from meshnet.errors import NoRoute, Overloaded
+from meshnet.errors import NoRoute
 
 
 @dataclass(frozen=True)
 class Offer:
-    """A shard that can be used now. ``busy`` is sessions and waiting frames per session slot; at least 0."""
+    """A shard that can be used now. ``busy`` is sessions and waiting frames per session slot; at least 0.
+
+    A full shard is still an offer: the worker alone knows whether it has room, and refuses if not.
+    """
 
     shard: Shard
     busy: float = 0.0
-    full: bool = False
 
 
 #: Shards that may stand in one route: same artifact, same build compatibility, same number of layers.
@@ -30,16 +32,12 @@ def choose_route(model: str, offers: Iterable[Offer], avoid: Collection[str] = (
 
     Raises:
         NoRoute: the offered shards do not cover the model; the message says where and why.
-        Overloaded: they do, but a shard that every route needs is full.
     """
     candidates = [offer for offer in offers if offer.shard.model == model]
     usable = [offer for offer in candidates if offer.shard.shard_id not in avoid]
-    best = _best([offer for offer in usable if not offer.full])
+    best = _best(usable)
     if best is not None:
         return Route(shards=best)
-    if _best(usable) is not None:
-        full = sorted(offer.shard.shard_id for offer in usable if offer.full)
-        raise Overloaded(f"every route for {model} is full ({', '.join(full)}); try again shortly")
     reason = why_no_route([offer.shard for offer in usable])
     avoided = sorted({offer.shard.shard_id for offer in candidates} & set(avoid))
     beside = f" (leaving out {', '.join(avoided)}, which just failed or refused)" if avoided else ""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 from sqlalchemy import delete, func, select, update
 
@@ -19,6 +20,14 @@ from meshnet.tracker.routes import Offer, choose_route
 from meshnet.tracker.settings import TrackerSettings
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Held:
+    """An open session. ``opened_s`` is on the registry's clock."""
+
+    shard_ids: frozenset[str]
+    opened_s: float
 
 
 class Sessions:
@@ -36,25 +45,23 @@ class Sessions:
         self._registry = registry
         self._settings = settings
         self._clock = clock
-        #: Shards of each open session.
-        self._open: dict[str, tuple[str, ...]] = {}
-        self._per_shard: Counter[str] = Counter()
+        self._open: dict[str, _Held] = {}
 
     async def restore(self) -> None:
         """Read the sessions that an earlier run left open."""
         async with self._database.reading() as session:
             for row in await session.scalars(select(SessionRow).where(SessionRow.closed_unix_s.is_(None))):
-                self._hold(row.session_id, row.shard_ids)
+                # As if opened long ago: whether it still holds a slot, the workers' reports say.
+                self._open[row.session_id] = _Held(frozenset(row.shard_ids), opened_s=-math.inf)
 
     async def models(self) -> Sequence[ServedModel]:
-        """Models that a complete route with room serves now, by name."""
+        """Models that a complete route serves now, by name."""
         offers = self.offers()
         known = {(model.model, model.artifact_digest): model for model in self._registry.models()}
         served = []
         for name in sorted({offer.shard.model for offer in offers}):
             try:
-                # A full model is still served: leave fullness to the moment of opening.
-                route = choose_route(name, [Offer(offer.shard, offer.busy) for offer in offers])
+                route = choose_route(name, offers)
             except NoRoute:
                 continue
             head = route.shards[0]
@@ -75,7 +82,7 @@ class Sessions:
         Raises:
             UnknownModel: no artifact of that name was ever advertised here.
             NoRoute: the shards offered now do not cover it; the message says where and why.
-            Overloaded: they do, but every route is full.
+            TrackerUnavailable: the database failed.
         """
         known = sorted({known.model for known in self._registry.models()})
         if model not in known:
@@ -97,7 +104,7 @@ class Sessions:
         )
         # Counted before the database answers, so that sessions opened at the same moment spread over the shards.
         shard_ids = [shard.shard_id for shard in route.shards]
-        self._hold(session_id, shard_ids)
+        self._open[session_id] = _Held(frozenset(shard_ids), opened_s=self._registry.now_s())
         try:
             async with self._database.writing() as writer:
                 writer.add(
@@ -112,13 +119,13 @@ class Sessions:
                     )
                 )
         except BaseException:
-            self._release(session_id)
+            del self._open[session_id]
             raise
         return session
 
     async def close_session(self, session_id: str, *, finish_cause: FinishCause, generated_tokens: int) -> None:
         """Record the end of a session. Unknown or already closed sessions are not an error."""
-        self._release(session_id)
+        self._open.pop(session_id, None)
         async with self._database.writing() as writer:
             await writer.execute(
                 update(SessionRow)
@@ -148,31 +155,33 @@ class Sessions:
                 )
             )
         for session_id in expired:
-            self._release(session_id)
+            self._open.pop(session_id, None)
         if expired:
             log.warning("%d sessions were never closed by their gateway and have expired", len(expired))
         return expired
 
     def offers(self) -> tuple[Offer, ...]:
         """Every shard that takes sessions now, with its load."""
-        return tuple(
-            Offer(
-                advertised.shard,
-                busy=(
-                    # The worker's count lags by a heartbeat, ours knows nothing of other trackers: believe the larger.
-                    max(self.open_on(advertised.shard.shard_id), advertised.load.open_sessions)
-                    + advertised.load.queued_frames
-                )
-                / advertised.shard.session_slots,
-                full=self.open_on(advertised.shard.shard_id) >= advertised.shard.session_slots,
-            )
-            for advertised in self._registry.advertised()
-            if not advertised.load.draining
-        )
+        opened_s: dict[str, list[float]] = {}
+        for held in self._open.values():
+            for shard_id in held.shard_ids:
+                opened_s.setdefault(shard_id, []).append(held.opened_s)
+        found = []
+        for node in self._registry.nodes():
+            for shard_id, advertised in node.shards.items():
+                load = advertised.load
+                if load.draining:
+                    continue
+                # What the worker counted itself, and what was sent there since: a session whose gateway has vanished
+                # stays open here for its whole lifetime, on the worker only until it notices.
+                since = sum(at_s >= node.reported_s for at_s in opened_s.get(shard_id, ()))
+                busy = (load.open_sessions + load.queued_frames + since) / advertised.shard.session_slots
+                found.append(Offer(advertised.shard, busy))
+        return tuple(found)
 
     def open_on(self, shard_id: str) -> int:
-        """Open sessions that use this shard."""
-        return self._per_shard[shard_id]
+        """Sessions of this shard that nobody has closed yet."""
+        return sum(shard_id in held.shard_ids for held in self._open.values())
 
     @property
     def n_open(self) -> int:
@@ -183,13 +192,3 @@ class Sessions:
         async with self._database.reading() as session:
             closed = select(func.count()).select_from(SessionRow).where(SessionRow.closed_unix_s.is_not(None))
             return int(await session.scalar(closed) or 0)
-
-    def _hold(self, session_id: str, shard_ids: Sequence[str]) -> None:
-        self._open[session_id] = tuple(shard_ids)
-        self._per_shard.update(shard_ids)
-
-    def _release(self, session_id: str) -> None:
-        for shard_id in self._open.pop(session_id, ()):
-            self._per_shard[shard_id] -= 1
-            if not self._per_shard[shard_id]:
-                del self._per_shard[shard_id]
