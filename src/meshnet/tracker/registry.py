@@ -38,7 +38,7 @@ class KnownModel:
 
 @dataclass
 class Node:
-    """One known node. ``reported_s`` is its last report on the registry's clock; the lease of a live node runs from it."""
+    """One known node. ``reported_s`` is its last report on the registry's clock; a live lease runs from it."""
 
     node_id: str
     lease_epoch: int
