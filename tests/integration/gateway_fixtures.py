@@ -1,4 +1,4 @@
-"""Real workers with the deterministic test engine, and a gateway on a real socket in front of them."""
+"""Real workers (by default with the deterministic test engine), and a gateway on a real socket in front of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -74,12 +75,18 @@ class Mesh:
 
 
 async def start_worker(
-    layers: str, *, model: str = "test:8", sessions: int = 8, context_tokens: int = 512, shard_id: str | None = None
+    layers: str,
+    *,
+    model: str = "test:8",
+    engine: str = "test",
+    sessions: int = 8,
+    context_tokens: int = 512,
+    shard_id: str | None = None,
 ) -> Worker:
     options = WorkerOptions(
         model=model,
         layers=LayerRange.parse(layers),
-        engine="test",
+        engine=engine,
         threads=1,
         context_tokens=context_tokens,
         sessions=sessions,
@@ -88,7 +95,7 @@ async def start_worker(
         binary=find_worker(),
         options=options,
         model_name=MODEL,
-        artifact_digest=f"sha256:{model}",
+        artifact_digest=f"test:{Path(model).name}",
         endpoint=Endpoint("127.0.0.1:0", "127.0.0.1"),
     )
     return await Worker.start(plan, shard_id or f"shard-{layers}", timeout_s=30)
