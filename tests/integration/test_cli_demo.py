@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from openai import AsyncOpenAI
 
+from meshnet.artifact.store import store_root
 from tests.support.command import environment, finish, line_with, none_left, processes_of, run, start
 
 DEMO = ("demo", "--engine", "test", "--max-tokens", "8")
@@ -44,6 +45,16 @@ async def test_the_demo_asks_and_shows_every_hop(tmp_path: Path) -> None:
     # The store holds no trace but what the next run can use.
     assert not {"credentials.json", "tracker"} & left_in(tmp_path)
     assert not demos_in(tmp_path)
+
+
+async def test_the_demo_runs_a_real_model() -> None:
+    # In the machine's own store, where `make models` puts the model.
+    store = store_root()
+    ran = await run("demo", "--max-tokens", "24", env=environment(store))
+    assert (ran.code, ran.err) == (0, "")
+    assert "Rayleigh scattering" in ran.out
+    hops = [line.split()[1] for line in ran.out.splitlines() if re.search(r"/\d+-\d+\.", line)]
+    assert hops == ["0:15", "15:30"]
 
 
 async def test_what_it_says_can_be_done_while_it_is_kept(tmp_path: Path) -> None:
