@@ -15,7 +15,8 @@ from upstreamlib.shell import UpstreamError, only_one, say
 
 def fetch(layout: Layout, options: argparse.Namespace) -> None:
     """Get the pinned commit, apply the patches; nothing to do if that is done."""
-    tree.ensure(layout, pins.load_checked(layout), layout.tree, discard=options.discard)
+    with only_one(layout.lock):
+        tree.ensure(layout, pins.load_checked(layout), layout.tree, discard=options.discard)
 
 
 def verify(layout: Layout, _: argparse.Namespace) -> None:
@@ -60,20 +61,24 @@ def build_unpatched(layout: Layout, options: argparse.Namespace) -> None:
     """Build targets of llama.cpp itself without patches, into build/upstream-pristine/build/bin."""
     pinned = pins.load(layout).unpatched()
     path = layout.pristine_tree
-    tree.ensure(layout, pinned, path)
+    with only_one(layout.lock):
+        tree.ensure(layout, pinned, path)
     settings = [*build.common_settings(pinned), f"MESHNET_LLAMA_DIR={path}"]
     build.run(layout.root, layout.native / "pristine", layout.pristine / "build", settings, options.target)
 
 
 def seal(layout: Layout, _: argparse.Namespace) -> None:
     """Write the hashes of the files in native/patches into upstream.toml."""
-    print(pins.seal(layout).compatibility_id)
+    with only_one(layout.lock):
+        print(pins.seal(layout).compatibility_id)
 
 
 def export(layout: Layout, options: argparse.Namespace) -> None:
     """Write the commits made in the tree as the patch stack, and seal it."""
-    pinned = pins.load(layout)
-    print(tree.export(layout, pinned, layout.tree, message=options.message, amend=options.amend).compatibility_id)
+    with only_one(layout.lock):
+        pinned = pins.load(layout)
+        sealed = tree.export(layout, pinned, layout.tree, message=options.message, amend=options.amend)
+    print(sealed.compatibility_id)
 
 
 def check(layout: Layout, _: argparse.Namespace) -> None:
@@ -106,8 +111,7 @@ def main(arguments: list[str], layout: Layout) -> int:
     parsers["export"].add_argument("--amend", action="store_true", help="add uncommitted changes to the last patch")
     options = parser.parse_args(arguments)
     try:
-        with only_one(layout.lock):
-            actions[options.command](layout, options)
+        actions[options.command](layout, options)
     except UpstreamError as error:
         print(f"upstream: error: {type(error).__name__}: {error}", file=sys.stderr)
         return 1

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from upstreamlib.pins import Pins
-from upstreamlib.shell import BuildFailed, capture, need_space, need_tools, say, timed
+from upstreamlib.shell import BuildFailed, capture, need_space, need_tools, only_one, say, timed
 
 _NEED_BYTES = 600_000_000
 
@@ -62,6 +62,11 @@ def run(root: Path, source: Path, build: Path, settings: Sequence[str], targets:
         launchers = [f"CMAKE_{language}_COMPILER_LAUNCHER=ccache" for language in ("C", "CXX")]
     command = ["cmake", "-S", str(source), "-B", str(build), "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release"]
     command += [f"-D{setting}" for setting in (*launchers, *settings)]
+    with only_one(build.with_name(f".{build.name}.lock")):
+        _run(root, source, build, command, targets)
+
+
+def _run(root: Path, source: Path, build: Path, command: Sequence[str], targets: Sequence[str]) -> None:
     stamp = build / ".meshnet-configured"
     key = hashlib.sha256(json.dumps([command, os.environ.get("CXX"), os.environ.get("CC")]).encode()).hexdigest()
     if not (build / "build.ninja").is_file() or not stamp.is_file() or stamp.read_text() != key:
