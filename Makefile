@@ -67,7 +67,7 @@ demo: venv worker model ## chat over two workers on this machine; KEEP=1 stays u
 
 bench: venv worker model ## side by side with whole-model llama.cpp and its RPC backend
 	@$(UPSTREAM) unpatched --target $(BENCH_TARGETS)
-	@$(VENV)/python -m bench
+	@$(VENV)/python -m bench $(BENCH_OPTIONS)
 
 # -------------------------------------------------------------------------------------------------------- check
 

@@ -1,0 +1,1 @@
+"""Side-by-side timings of real processes on this machine; ``python -m bench --help``, docs/performance.md."""
