@@ -310,6 +310,36 @@ TEST(Route, ASlowReaderPausesOnlyItsOwnSession) {
     EXPECT_EQ(reader->Finish().error_code(), grpc::StatusCode::CANCELLED);
 }
 
+TEST(Route, LongVocabularyCallsHoldNobodyUp) {
+    auto hops = make_hops("test:6", {0, 3, 6});
+    auto & control = hops[0]->control();
+    control.vocabulary_held = true;
+    std::vector<std::thread> callers;
+    for (int i = 0; i < 4; ++i) {
+        callers.emplace_back([&] {
+            v1::TokenizeRequest request;
+            request.mutable_ticket()->set_session_id(std::string(16, 'x'));
+            request.set_text("ab");
+            v1::TokenizeResponse response;
+            grpc::ClientContext context;
+            EXPECT_TRUE(hops[0]->client().stub().Tokenize(&context, request, &response).ok());
+            EXPECT_EQ(response.tokens_size(), 2);
+        });
+    }
+    EXPECT_TRUE(eventually([&] {
+        std::lock_guard lock(control.mutex);
+        return control.vocabulary_waiting > 0;
+    }));
+    TestSession session(addresses(hops));
+    session.open();
+    EXPECT_EQ(session.generate(prompt, 20).ids(), direct_tokens("test:6", prompt, 20));
+    session.close();
+    control.release();
+    for (auto & caller : callers) {
+        caller.join();
+    }
+}
+
 TEST(Route, CloseWhileAStepIsComputedIsSafe) {
     auto hops = make_hops("test:6", {0, 6});
     hops[0]->control().hold();

@@ -53,6 +53,7 @@ void ControlledEngine::Control::hold() {
 void ControlledEngine::Control::release() {
     std::lock_guard lock(mutex);
     held = false;
+    vocabulary_held = false;
     changed.notify_all();
 }
 
@@ -119,6 +120,13 @@ Status ControlledEngine::execute(const std::vector<Step> & steps, std::vector<St
 
 Status ControlledEngine::tokenize(std::string_view text, bool add_special, bool parse_special,
                                   std::vector<int32_t> & tokens) const {
+    {
+        std::unique_lock lock(control_->mutex);
+        ++control_->vocabulary_waiting;
+        control_->changed.notify_all();
+        control_->changed.wait(lock, [&] { return !control_->vocabulary_held; });
+        --control_->vocabulary_waiting;
+    }
     return inner_->tokenize(text, add_special, parse_special, tokens);
 }
 

@@ -41,6 +41,8 @@ class ControlledEngine final : public ShardEngine {
         Status failure;       // returned instead of computing
         bool throws = false;  // or thrown
         bool no_rollback = false;
+        bool vocabulary_held = false;  // tokenize() waits
+        int vocabulary_waiting = 0;
 
         void hold();
         void release();

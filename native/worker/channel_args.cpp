@@ -8,6 +8,10 @@ namespace {
 constexpr int ping_interval_ms = 1000;
 constexpr int ping_timeout_ms = 2000;
 constexpr int max_message = static_cast<int>(max_message_bytes);
+// Fixed instead of probed: the probes are pings in the way of small frames.
+constexpr int receive_window_bytes = 8 << 20;
+// Calls and streams of one connection.
+constexpr int max_calls_per_connection = 1024;
 
 }  // namespace
 
@@ -20,6 +24,8 @@ grpc::ChannelArguments seam_channel_arguments() {
     arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
     arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
     arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);
+    arguments.SetInt(GRPC_ARG_HTTP2_BDP_PROBE, 0);
+    arguments.SetInt(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, receive_window_bytes);
     arguments.SetMaxReceiveMessageSize(max_message);
     arguments.SetMaxSendMessageSize(max_message);
     return arguments;
@@ -34,6 +40,9 @@ void apply_server_arguments(grpc::ServerBuilder & builder) {
     builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
     builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, ping_interval_ms / 4);
     builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_PING_STRIKES, 0);
+    builder.AddChannelArgument(GRPC_ARG_HTTP2_BDP_PROBE, 0);
+    builder.AddChannelArgument(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, receive_window_bytes);
+    builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, max_calls_per_connection);
     builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
 }
 

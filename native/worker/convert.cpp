@@ -43,7 +43,8 @@ std::vector<TensorData> take_boundary(v1::StepFrame & frame) {
     std::vector<TensorData> tensors;
     tensors.reserve(static_cast<size_t>(frame.boundary_size()));
     for (const auto & tensor : frame.boundary()) {
-        tensors.push_back({tensor.name(), {tensor.data().begin(), tensor.data().end()}});
+        const auto * data = reinterpret_cast<const uint8_t *>(tensor.data().data());
+        tensors.push_back({tensor.name(), {data, data + tensor.data().size()}});
     }
     frame.clear_boundary();
     return tensors;

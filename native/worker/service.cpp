@@ -5,22 +5,30 @@
 #include "meshnet/v1/shard.grpc.pb.h"
 #include "worker/channel_args.h"
 #include "worker/generate_stream.h"
-#include "worker/log.h"
+#include "worker/task_thread.h"
 
 namespace meshnet {
 namespace {
 
-// Runs one unary call; whatever goes wrong is a status.
+// Vocabulary calls that may wait for the one that runs.
+constexpr size_t max_vocabulary_calls = 64;
+
+// Runs one call; whatever goes wrong is a status.
 template <typename Call>
-grpc::ServerUnaryReactor * answer(grpc::CallbackServerContext * context, Call && call) {
+void finish(grpc::CallbackServerContext & context, grpc::ServerUnaryReactor & reactor, const Call & call) {
     Refusal refusal;
     try {
         refusal = call();
     } catch (const std::exception & error) {
         refusal = {v1::REFUSAL_ENGINE_FAILURE, std::string("the call failed: ") + error.what(), 0, 0};
     }
+    reactor.Finish(to_status(refusal, context));
+}
+
+template <typename Call>
+grpc::ServerUnaryReactor * answer(grpc::CallbackServerContext * context, const Call & call) {
     auto * reactor = context->DefaultReactor();
-    reactor->Finish(to_status(refusal, *context));
+    finish(*context, *reactor, call);
     return reactor;
 }
 
@@ -46,12 +54,12 @@ class ShardService final : public v1::Shard::CallbackService {
 
     grpc::ServerUnaryReactor * Tokenize(grpc::CallbackServerContext * context, const v1::TokenizeRequest * request,
                                         v1::TokenizeResponse * response) override {
-        return answer(context, [&] { return worker_.tokenize(*request, *response); });
+        return answer_later(context, [=] { return worker_.tokenize(*request, *response); });
     }
 
     grpc::ServerUnaryReactor * Detokenize(grpc::CallbackServerContext * context, const v1::DetokenizeRequest * request,
                                           v1::DetokenizeResponse * response) override {
-        return answer(context, [&] { return worker_.detokenize(*request, *response); });
+        return answer_later(context, [=] { return worker_.detokenize(*request, *response); });
     }
 
     grpc::ServerUnaryReactor * Open(grpc::CallbackServerContext * context, const v1::OpenRequest * request,
@@ -75,7 +83,20 @@ class ShardService final : public v1::Shard::CallbackService {
     }
 
   private:
+    // A long text takes a while: not on a network thread.
+    template <typename Call>
+    grpc::ServerUnaryReactor * answer_later(grpc::CallbackServerContext * context, const Call & call) {
+        auto * reactor = context->DefaultReactor();
+        if (!vocabulary_.post([=] { finish(*context, *reactor, call); })) {
+            finish(*context, *reactor, [] {
+                return Refusal{v1::REFUSAL_NO_CAPACITY, "too many vocabulary calls are waiting; try again", 0, 0};
+            });
+        }
+        return reactor;
+    }
+
     Worker & worker_;
+    TaskThread vocabulary_{max_vocabulary_calls};
 };
 
 class SeamService final : public v1::Seam::WithRawCallbackMethod_Carry<v1::Seam::Service> {
