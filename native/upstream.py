@@ -10,7 +10,7 @@ from pathlib import Path
 
 from upstreamlib import build, pins, stack, tree
 from upstreamlib.pins import Layout
-from upstreamlib.shell import UpstreamError, only_one, say
+from upstreamlib.shell import UpstreamError, need_tools, only_one, say
 
 
 def fetch(layout: Layout, options: argparse.Namespace) -> None:
@@ -40,6 +40,7 @@ def status(layout: Layout, _: argparse.Namespace) -> None:
 
 def build_native(layout: Layout, options: argparse.Namespace) -> None:
     """Build native/ against the patched tree, into build/native."""
+    need_tools(*build.TOOLS)
     pinned = pins.load_checked(layout)
     compatibility_id = pinned.compatibility_id
     changes = tree.changes_digest(layout.tree) if options.dirty else None
@@ -59,6 +60,7 @@ def build_native(layout: Layout, options: argparse.Namespace) -> None:
 
 def build_unpatched(layout: Layout, options: argparse.Namespace) -> None:
     """Build targets of llama.cpp itself without patches, into build/upstream-pristine/build/bin."""
+    need_tools(*build.TOOLS)
     pinned = pins.load(layout).unpatched()
     path = layout.pristine_tree
     with only_one(layout.lock):

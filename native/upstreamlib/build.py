@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from upstreamlib.pins import Pins
-from upstreamlib.shell import BuildFailed, capture, need_space, need_tools, only_one, say, timed
+from upstreamlib.shell import BuildFailed, capture, need_space, only_one, say, timed
+
+TOOLS = ("git", "cmake", "ninja", "c++")
 
 _NEED_BYTES = 600_000_000
 
@@ -54,9 +56,8 @@ def run(root: Path, source: Path, build: Path, settings: Sequence[str], targets:
 
     Raises:
         BuildFailed: CMake or Ninja failed; their own output says why.
-        MissingTool, DiskFull: see the classes.
+        DiskFull: there is not enough space.
     """
-    need_tools("cmake", "ninja", "c++", "git")
     launchers = []
     if shutil.which("ccache"):
         launchers = [f"CMAKE_{language}_COMPILER_LAUNCHER=ccache" for language in ("C", "CXX")]
