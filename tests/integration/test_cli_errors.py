@@ -30,6 +30,10 @@ CASES: list[tuple[Sequence[str], str]] = [
     ),
     (["serve", "--gateway-only"], "meshnet: --gateway-only needs --tracker URL"),
     (
+        ["serve", "--gateway-only", "--tracker", NOBODY, "--state-dir", "x"],
+        "meshnet: --state-dir and --database are the tracker's; a gateway alone keeps nothing",
+    ),
+    (
         ["serve", "--tracker", NOBODY],
         "meshnet: --tracker goes with --gateway-only; without it, serve runs its own tracker",
     ),

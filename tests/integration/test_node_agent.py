@@ -36,6 +36,8 @@ from tests.support.mesh import (
 PATIENT = ("--heartbeat-s", "60", "--lease-ttl-s", "600")
 #: Leases that run out soon, but not because the machine is busy for a moment.
 QUICK = ("--heartbeat-s", "0.5", "--lease-ttl-s", "3")
+#: Frequent reports, and leases that outlast a test.
+LIVELY = ("--heartbeat-s", "0.5", "--lease-ttl-s", "600")
 
 
 @pytest.fixture
@@ -65,7 +67,7 @@ async def ask(net: Mesh) -> str:
 
 
 async def test_two_nodes_make_a_route_that_answers(net: Mesh) -> None:
-    await net.serve(*QUICK)
+    await net.serve(*LIVELY)
     await net.node("0:3")
     await net.node("3:8")
     nodes = await net.nodes()
@@ -79,6 +81,20 @@ async def test_two_nodes_make_a_route_that_answers(net: Mesh) -> None:
 
     await until("heartbeats carry what the workers did", load_is_reported)
     assert (await net.status()).open_sessions == 0
+
+
+async def test_a_wildcard_address_is_listened_on_and_not_told(net: Mesh) -> None:
+    await net.serve(*LIVELY)
+    await net.node("0:3", "--listen", "0.0.0.0:0")
+    await net.node("3:8", "--listen", "0.0.0.0:0", "--advertise", "localhost")
+    hosts = {str(shard.layers): shard.address.rpartition(":")[0] for shard in (await net.shards()).values()}
+    assert hosts == {"0:3": "127.0.0.1", "3:8": "localhost"}
+    await ask(net)
+
+    async def load_is_reported() -> bool:
+        return all(shard.load.resident_bytes > 0 for shard in (await net.shards()).values())
+
+    await until("the agents read the load of their workers", load_is_reported)
 
 
 async def test_one_node_may_serve_several_ranges(net: Mesh) -> None:
@@ -144,7 +160,7 @@ async def test_a_worker_that_cannot_be_restarted_is_tried_again(net: Mesh, tmp_p
 
 
 async def test_a_worker_that_hangs_is_killed_and_restarted(net: Mesh) -> None:
-    await net.serve(*QUICK)
+    await net.serve(*LIVELY)
     node = await net.node("0:8")
     (hanging,) = await net.shards()
     pid = worker_pid(node)
@@ -253,7 +269,7 @@ async def test_a_second_request_to_stop_does_not_wait(net: Mesh) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 async def test_a_tracker_restart_loses_no_node_and_no_session(net: Mesh, number: signal.Signals) -> None:
-    serve = await net.serve(*QUICK)
+    serve = await net.serve(*LIVELY)
     node = await net.node("0:8")
     session = await net.open_session()
     (before,) = (await net.nodes()).values()
@@ -264,7 +280,7 @@ async def test_a_tracker_restart_loses_no_node_and_no_session(net: Mesh, number:
         await pool.worker(before.shards[0].address).describe()
     assert node.process.returncode is None
 
-    await net.serve(*QUICK)
+    await net.serve(*LIVELY)
     status = await net.status()
     assert status.open_sessions == 1
     assert [(n.node_id, n.state, n.lease_epoch) for n in status.nodes] == [(before.node_id, "live", before.lease_epoch)]
@@ -290,17 +306,17 @@ async def test_an_agent_waits_for_its_tracker(net: Mesh) -> None:
 
 
 async def test_a_node_forgotten_by_its_tracker_registers_again(net: Mesh) -> None:
-    serve = await net.serve(*QUICK)
+    serve = await net.serve(*LIVELY)
     await net.node("0:8")
     (shard_id,) = await net.shards()
     await end(serve)
     shutil.rmtree(net.directory / "tracker")
-    await net.serve(*QUICK)
+    await net.serve(*LIVELY)
     await net.offered(shard_id)
 
 
 async def test_a_copied_identity_ends_the_older_agent(net: Mesh) -> None:
-    await net.serve(*QUICK)
+    await net.serve(*LIVELY)
     first = await net.node("0:8", state="one")
     shutil.copytree(net.directory / "one", net.directory / "copy")
     pid = worker_pid(first)
@@ -344,7 +360,7 @@ async def test_agents_end_with_their_parent(net: Mesh) -> None:
 
 
 async def test_a_gateway_apart_serves_through_its_tracker(net: Mesh, tmp_path: Path) -> None:
-    await net.serve("--tracker-only", *QUICK)
+    await net.serve("--tracker-only", *LIVELY)
     await net.node("0:3")
     await net.node("3:8")
     async with httpx.AsyncClient() as http:

@@ -197,6 +197,19 @@ def before_restart(registry: Registry) -> object:
     return tuple(shard for node in registry._nodes.values() for shard in node.shards.values())
 
 
+async def test_a_shard_of_another_version_does_not_stop_a_tracker(database: Database, clock: Clock) -> None:
+    before = Registry(database, SETTINGS, clock=clock)
+    epoch = await register(before)
+    await before.heartbeat("n1", beat(epoch, "a", "b"))
+    async with database.writing() as session:
+        await session.execute(text("""UPDATE shards SET shard = '{"shard_id": "a"}' WHERE shard_id = 'a'"""))
+    after = Registry(database, SETTINGS, clock=clock)
+    await after.restore()
+    assert advertised(after) == ["b"]
+    await after.heartbeat("n1", beat(epoch, "a", "b"))
+    assert advertised(after) == ["a", "b"]
+
+
 async def test_models_stay_known_without_shards(registry: Registry) -> None:
     epoch = await register(registry)
     await registry.heartbeat("n1", beat(epoch, "a"))

@@ -56,6 +56,8 @@ def serve(
         raise UsageError("--gateway-only needs --tracker URL")
     if tracker and not gateway_only:
         raise UsageError("--tracker goes with --gateway-only; without it, serve runs its own tracker")
+    if gateway_only and (state_dir or database):
+        raise UsageError("--state-dir and --database are the tracker's; a gateway alone keeps nothing")
     api_key = None if tracker_only else credentials.api_key(create=True)
     # A gateway alone must know its tracker's token: one made up here would never fit.
     join_token = credentials.join_token(create=not gateway_only)

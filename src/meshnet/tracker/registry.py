@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
+from pydantic import ValidationError
 from sqlalchemy import delete, select
 
 from meshnet.core import Shard
@@ -79,7 +80,12 @@ class Registry:
                     reported_s=now_s,
                 )
             for shard_row in await session.scalars(select(ShardRow)):
-                shard = Shard.model_validate(shard_row.shard)
+                try:
+                    shard = Shard.model_validate(shard_row.shard)
+                except ValidationError:
+                    # Another version wrote it. Its node advertises it again with its next heartbeat.
+                    log.warning("forgetting shard %s, which this version cannot read", shard_row.shard_id)
+                    continue
                 self._nodes[shard_row.node_id].shards[shard.shard_id] = ShardAdvertisement(
                     shard=shard, worker_key=shard_row.worker_key
                 )
