@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, suppress
 
 from meshnet.core import LayerRange, Shard
 from meshnet.errors import TrackerUnavailable
+from meshnet.tracker.clock import ListeningClock
 from meshnet.tracker.database import Database
 from meshnet.tracker.messages import VERSION, ModelCoverage, NodeStatus, ShardStatus, TrackerStatus
 from meshnet.tracker.registry import Node, Registry
@@ -24,7 +25,8 @@ class Tracker:
 
     def __init__(self, database: Database, settings: TrackerSettings) -> None:
         self.settings = settings
-        self.registry = Registry(database, settings)
+        # Expiry reads the clock at every turn.
+        self.registry = Registry(database, settings, clock=ListeningClock(2 * settings.sweep_s))
         self.sessions = Sessions(database, self.registry, settings)
 
     @classmethod
