@@ -105,7 +105,8 @@ def _hash(path: Path, progress: Progress | None) -> str:
     try:
         with path.open("rb") as file:
             total_bytes = os.fstat(file.fileno()).st_size
-            while chunk := file.read(_CHUNK_BYTES):
+            # No further than the size at the start: a file that grows must not keep us here.
+            while chunk := file.read(min(_CHUNK_BYTES, total_bytes - done_bytes)):
                 digest.update(chunk)
                 done_bytes += len(chunk)
                 if progress is not None:
