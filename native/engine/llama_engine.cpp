@@ -70,16 +70,45 @@ struct ContextFree {
 using ModelPtr = std::unique_ptr<llama_model, ModelFree>;
 using ContextPtr = std::unique_ptr<llama_context, ContextFree>;
 
-bool parse_type(const std::string & name, ggml_type & type) {
-    for (int i = 0; i < GGML_TYPE_COUNT; ++i) {
-        const auto candidate = static_cast<ggml_type>(i);
-        const char * candidate_name = ggml_type_name(candidate);
-        if (candidate_name && ggml_type_size(candidate) > 0 && name == candidate_name) {
+// Types that a cache can be written in; others would abort in ggml.
+constexpr std::array<ggml_type, 9> kv_types = {GGML_TYPE_F32,  GGML_TYPE_F16,  GGML_TYPE_BF16,
+                                               GGML_TYPE_Q8_0, GGML_TYPE_Q5_1, GGML_TYPE_Q5_0,
+                                               GGML_TYPE_Q4_1, GGML_TYPE_Q4_0, GGML_TYPE_IQ4_NL};
+
+Status parse_kv_type(const std::string & name, ggml_type & type) {
+    std::string names;
+    for (const ggml_type candidate : kv_types) {
+        if (name == ggml_type_name(candidate)) {
             type = candidate;
-            return true;
+            return Status::success();
         }
+        names += (names.empty() ? "" : ", ") + std::string(ggml_type_name(candidate));
     }
-    return false;
+    return {Code::invalid_argument, "no cache type '" + name + "'; choose from " + names};
+}
+
+// False if a value is infinite or not a number. Such a value in a recurrent state or cache would outlive its session.
+bool all_finite(DType dtype, const std::vector<uint8_t> & bytes) {
+    const auto none_has = [&](auto exponent) {
+        decltype(exponent) bits = 0;
+        bool finite = true;
+        for (size_t i = 0; i + sizeof(bits) <= bytes.size(); i += sizeof(bits)) {
+            std::memcpy(&bits, bytes.data() + i, sizeof(bits));
+            finite &= (bits & exponent) != exponent;
+        }
+        return finite;
+    };
+    switch (dtype) {
+    case DType::f32:
+        return none_has(uint32_t{0x7f800000});
+    case DType::f16:
+        return none_has(uint16_t{0x7c00});
+    case DType::bf16:
+        return none_has(uint16_t{0x7f80});
+    case DType::i32:
+        break;
+    }
+    return true;
 }
 
 Status to_schema(const llama_shard_boundary & boundary, BoundarySchema & schema) {
@@ -160,12 +189,13 @@ class LlamaEngine final : public ShardEngine {
         bool open = false;
         bool broken = false;  // its cache is lost: only close_sequence() is left
         uint32_t cached = 0;
+        uint32_t last_step = 0;  // tokens of the last step; 0 after a rollback
     };
 
     Status check_open(int32_t sequence) const;
     Status check(const std::vector<Step> & steps) const;
     Status probe(const EngineConfig & config, ggml_type type_k, ggml_type type_v);
-    void forget(int32_t sequence, uint32_t position);
+    void forget(const std::vector<Step> & steps, bool untouched);
 
     EngineDescription description_;
     std::vector<std::string> globals_;
@@ -206,6 +236,10 @@ Status LlamaEngine::probe(const EngineConfig & config, ggml_type type_k, ggml_ty
                 "cannot build the graph of '" + config.model_path + "': " + LogCapture::instance().take()};
     }
 
+    if (llama_model_has_encoder(model.get()) || llama_model_is_diffusion(model.get()) ||
+        !llama_get_memory(context.get())) {
+        return {Code::illegal_cut, "'" + config.model_path + "' is not a model that generates token by token"};
+    }
     const int32_t n_layer = llama_model_n_layer(model.get());
     const int32_t start = config.layers.start;
     const int32_t end = config.layers.end == 0 ? n_layer : config.layers.end;
@@ -263,9 +297,11 @@ Status LlamaEngine::load(const EngineConfig & config) {
     }
     ggml_type type_k;
     ggml_type type_v;
-    if (!parse_type(config.kv_type_k, type_k) || !parse_type(config.kv_type_v, type_v)) {
-        return {Code::invalid_argument,
-                "no such KV cache type: '" + config.kv_type_k + "' or '" + config.kv_type_v + "'; try f16 or q8_0"};
+    if (Status status = parse_kv_type(config.kv_type_k, type_k); !status.ok()) {
+        return status;
+    }
+    if (Status status = parse_kv_type(config.kv_type_v, type_v); !status.ok()) {
+        return status;
     }
     EngineConfig actual = config;
     if (actual.threads <= 0) {
@@ -347,7 +383,8 @@ Status LlamaEngine::check_open(int32_t sequence) const {
 Status LlamaEngine::open_sequence(int32_t & sequence) {
     for (size_t i = 0; i < sequences_.size(); ++i) {
         if (!sequences_[i].open) {
-            sequences_[i] = {true, false, 0};
+            sequences_[i] = {};
+            sequences_[i].open = true;
             sequence = static_cast<int32_t>(i);
             return Status::success();
         }
@@ -379,18 +416,22 @@ Status LlamaEngine::rollback(int32_t sequence, uint32_t position) {
     llama_memory_t memory = llama_get_memory(context_.get());
     if (position == 0) {
         llama_memory_seq_rm(memory, sequence, -1, -1);
-        state.cached = 0;
-        state.broken = false;
+        state = {};
+        state.open = true;
         return Status::success();
     }
     // A sliding window that has dropped positions which the earlier tokens saw cannot come back.
     const llama_pos oldest = llama_memory_seq_pos_min(memory, sequence);
     const int64_t window = llama_model_n_swa(model_.get());
     const bool window_lost = window > 0 && oldest > 0 && oldest + window > static_cast<int64_t>(position);
-    if (state.broken || window_lost || !llama_memory_seq_rm(memory, sequence, static_cast<llama_pos>(position), -1)) {
+    // Snapshots of recurrent state are those of the last step's tokens, whatever llama.cpp says about older ones.
+    const bool snapshot_lost = llama_n_rs_seq(context_.get()) > 0 && state.cached - position >= state.last_step;
+    if (state.broken || window_lost || snapshot_lost ||
+        !llama_memory_seq_rm(memory, sequence, static_cast<llama_pos>(position), -1)) {
         return {Code::no_rollback, "this model's cache cannot return from position " + std::to_string(state.cached) +
                                        " to " + std::to_string(position) + "; prefill again from 0"};
     }
+    state.last_step = 0;
     state.cached = position;
     return Status::success();
 }
@@ -432,10 +473,17 @@ Status LlamaEngine::check(const std::vector<Step> & steps) const {
         }
         for (size_t i = 0; i < step.boundary.size(); ++i) {
             const TensorSpec & spec = d.boundary_in.tensors[i];
-            if (step.boundary[i].bytes.size() != spec.bytes_per_token() * step.tokens.size()) {
+            const TensorData & data = step.boundary[i];
+            if (data.name != spec.name) {
+                return {Code::invalid_argument, "boundary '" + data.name + "' instead of '" + spec.name + "'"};
+            }
+            if (data.bytes.size() != spec.bytes_per_token() * step.tokens.size()) {
                 return {Code::invalid_argument, "boundary '" + spec.name + "' has " +
-                                                    std::to_string(step.boundary[i].bytes.size()) + " bytes for " +
+                                                    std::to_string(data.bytes.size()) + " bytes for " +
                                                     std::to_string(step.tokens.size()) + " tokens"};
+            }
+            if (!all_finite(spec.dtype, data.bytes)) {
+                return {Code::invalid_argument, "boundary '" + spec.name + "' has values that are not finite"};
             }
         }
         if (!step.logits_at.empty() && !d.is_tail()) {
@@ -457,11 +505,15 @@ Status LlamaEngine::check(const std::vector<Step> & steps) const {
     return Status::success();
 }
 
-// After a failed decode: back to `position`, or the cache is lost.
-void LlamaEngine::forget(int32_t sequence, uint32_t position) {
+// After a failed decode: back to where the steps began, or the cache is lost.
+void LlamaEngine::forget(const std::vector<Step> & steps, bool untouched) {
     llama_memory_t memory = llama_get_memory(context_.get());
-    const llama_pos first = position == 0 ? -1 : static_cast<llama_pos>(position);
-    sequences_[sequence].broken = !llama_memory_seq_rm(memory, sequence, first, -1);
+    for (const Step & step : steps) {
+        const llama_pos first = step.position == 0 ? -1 : static_cast<llama_pos>(step.position);
+        // Snapshots may be half written, and removing would take one of them for the state at `first`.
+        const bool lost = !untouched && step.position > 0 && llama_n_rs_seq(context_.get()) > 0;
+        sequences_[step.sequence].broken = lost || !llama_memory_seq_rm(memory, step.sequence, first, -1);
+    }
 }
 
 Status LlamaEngine::execute(const std::vector<Step> & steps, std::vector<StepResult> & results) {
@@ -496,19 +548,27 @@ Status LlamaEngine::execute(const std::vector<Step> & steps, std::vector<StepRes
 
     llama_shard_set_io(context_.get(), boundary_in_.data(), in_row * n_tokens, boundary_out_.data(),
                        boundary_out_.size());
-    const int32_t code = llama_decode(context_.get(), batch_);
+    int32_t code = -3;
+    std::string error;
+    try {
+        code = llama_decode(context_.get(), batch_);
+    } catch (const std::exception & e) {
+        error = e.what();
+    }
     if (code != 0) {
-        for (const Step & step : steps) {
-            forget(step.sequence, step.position);
-        }
-        return {code == 1 ? Code::resource_exhausted : Code::engine_failure,
-                "llama_decode returned " + std::to_string(code) + ": " + LogCapture::instance().take()};
+        const bool no_room = code == 1;
+        const bool refused = code == -1;
+        forget(steps, no_room || refused);
+        return {no_room ? Code::resource_exhausted : Code::engine_failure,
+                "llama_decode returned " + std::to_string(code) + ": " + error + LogCapture::instance().take()};
     }
 
     size_t row = 0;
     for (size_t s = 0; s < steps.size(); ++s) {
         const Step & step = steps[s];
-        sequences_[step.sequence].cached += static_cast<uint32_t>(step.tokens.size());
+        Sequence & state = sequences_[step.sequence];
+        state.last_step = static_cast<uint32_t>(step.tokens.size());
+        state.cached += state.last_step;
         if (out_row > 0) {
             const uint8_t * first = boundary_out_.data() + row * out_row;
             results[s].boundary.push_back({description_.boundary_out.tensors.front().name,

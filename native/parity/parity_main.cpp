@@ -1,115 +1,104 @@
-// Whole model against split, logit by logit.
-//
-//   meshnet-parity --model FILE [--routes "15;10,20;all"] [--prompts 1,7,100,1500] [--chunks 0,64] [--new 128]
-//                  [--threads 2] [--context 2048] [--seed 1] [--controls]
-//
-// --routes: routes separated by ';', each a list of cuts; "all" means every single cut, "none" the one-shard route.
-// A chunk of 0 prefills the prompt at once. Prints one JSON line per route: {"route","result","cases",...}; result is
-// "equal", "refused" (with the reason) or "DIFFERENT". Exit code 1 if any route differs, or if a control does not bite.
+// Whole model against split, logit by logit. See docs/parity.md.
 #include <cstdio>
-#include <cstdlib>
-#include <cstring>
+#include <functional>
 #include <iostream>
 #include <map>
-#include <random>
 #include <sstream>
+#include <stdexcept>
 
-#include "parity/route.h"
+#include "parity/sweep.h"
 
-using meshnet::Code;
-using meshnet::EngineConfig;
-using meshnet::Status;
-using meshnet::parity::first_difference;
-using meshnet::parity::generate;
-using meshnet::parity::Route;
-using meshnet::parity::Trace;
+using meshnet::parity::Sweep;
+using meshnet::parity::SweepOptions;
 
 namespace {
 
+constexpr const char * usage =
+    R"(usage: meshnet-parity --model FILE [options]
+
+  --routes LIST       routes separated by ';', each a list of cuts: "15;10,20"; "all" is every single cut, "none" the
+                      one-shard route (default: all)
+  --prompts LIST      prompt lengths in tokens (default: 1,7,100)
+  --chunks LIST       prefill in chunks of so many tokens; 0 is at once (default: 0,64)
+  --new N             tokens to generate (default: 16)
+  --context N         tokens per session (default: 2048)
+  --step-tokens N     most tokens of one batch (default: the context); windowed caches are as large as the window plus
+                      this
+  --threads N         (default: 1)
+  --seed N            of the prompts (default: 1)
+  --flash-attention 0|1  (default: 1)
+  --controls          also check that a changed boundary, and wrong token ids where they are read, change the output
+  --trace             print tokens and hashes of the logits rows instead of comparing
+
+Prints one JSON line about the model, then one per route: result is "equal", "refused" (with the reason) or
+"DIFFERENT". Exit code 0 if every route is equal or refused, 1 if not, 2 for bad usage.
+)";
+
 struct Options {
-    EngineConfig engine;
+    SweepOptions sweep;
     std::string routes = "all";
-    std::vector<uint32_t> prompts = {1, 7, 100};
-    std::vector<uint32_t> chunks = {0, 64};
-    uint32_t n_new = 16;
-    uint32_t seed = 1;
-    bool controls = false;
+    bool trace = false;
 };
+
+uint32_t number(const std::string & text) {
+    size_t used = 0;
+    unsigned long value = 0;
+    try {
+        value = std::stoul(text, &used);
+    } catch (const std::exception &) {
+        used = 0;
+    }
+    if (used == 0 || used != text.size() || text[0] == '-' || value > 10'000'000) {
+        throw std::invalid_argument("'" + text + "' is not a whole number of at most 10000000");
+    }
+    return static_cast<uint32_t>(value);
+}
 
 std::vector<uint32_t> numbers(const std::string & text) {
     std::vector<uint32_t> result;
     std::stringstream stream(text);
     for (std::string item; std::getline(stream, item, ',');) {
-        result.push_back(static_cast<uint32_t>(std::stoul(item)));
+        result.push_back(number(item));
     }
     return result;
 }
 
-std::string quoted(const std::string & text) {
-    std::string result = "\"";
-    for (const char c : text) {
-        if (c == '"' || c == '\\') {
-            result += '\\';
-        }
-        result += c == '\n' ? ' ' : c;
-    }
-    return result + "\"";
-}
-
-// Printable words of the model's own vocabulary, seeded.
-std::vector<int32_t> make_prompt(const meshnet::ShardEngine & engine, uint32_t n, uint32_t seed) {
-    std::mt19937 random(seed);
-    std::vector<int32_t> prompt;
-    std::string bytes;
-    while (prompt.size() < n) {
-        const auto token = static_cast<int32_t>(random() % engine.describe().n_vocab);
-        if (engine.piece(token, bytes).ok() && !bytes.empty() && !engine.is_eog(token)) {
-            prompt.push_back(token);
-        }
-    }
-    return prompt;
-}
-
 Options parse(int argc, char ** argv) {
     Options options;
-    options.engine.sequences = 1;
-    options.engine.session_tokens = 2048;
-    options.engine.threads = 2;
-    std::map<std::string, std::string> values;
+    SweepOptions & sweep = options.sweep;
+    sweep.engine.sequences = 1;
+    sweep.engine.session_tokens = 2048;
+    sweep.engine.step_tokens = 0;
+    sweep.engine.threads = 1;
+    const std::map<std::string, std::function<void(const std::string &)>> readers = {
+        {"--model", [&](const auto & value) { sweep.engine.model_path = value; }},
+        {"--routes", [&](const auto & value) { options.routes = value; }},
+        {"--prompts", [&](const auto & value) { sweep.prompts = numbers(value); }},
+        {"--chunks", [&](const auto & value) { sweep.chunks = numbers(value); }},
+        {"--new", [&](const auto & value) { sweep.n_new = number(value); }},
+        {"--context", [&](const auto & value) { sweep.engine.session_tokens = number(value); }},
+        {"--step-tokens", [&](const auto & value) { sweep.engine.step_tokens = number(value); }},
+        {"--threads", [&](const auto & value) { sweep.engine.threads = static_cast<int32_t>(number(value)); }},
+        {"--seed", [&](const auto & value) { sweep.seed = number(value); }},
+        {"--flash-attention", [&](const auto & value) { sweep.engine.flash_attention = number(value) != 0; }},
+    };
     for (int i = 1; i < argc; ++i) {
         const std::string name = argv[i];
         if (name == "--controls") {
-            options.controls = true;
-        } else if (i + 1 < argc && name.rfind("--", 0) == 0) {
-            values[name] = argv[++i];
+            sweep.controls = true;
+        } else if (name == "--trace") {
+            options.trace = true;
+        } else if (const auto reader = readers.find(name); reader == readers.end() || i + 1 == argc) {
+            throw std::invalid_argument((reader == readers.end() ? "unknown argument " : "no value for ") + name);
         } else {
-            throw std::invalid_argument("unknown argument " + name);
+            reader->second(argv[++i]);
         }
     }
-    for (const auto & [name, value] : values) {
-        if (name == "--model") {
-            options.engine.model_path = value;
-        } else if (name == "--routes") {
-            options.routes = value;
-        } else if (name == "--prompts") {
-            options.prompts = numbers(value);
-        } else if (name == "--chunks") {
-            options.chunks = numbers(value);
-        } else if (name == "--new") {
-            options.n_new = static_cast<uint32_t>(std::stoul(value));
-        } else if (name == "--threads") {
-            options.engine.threads = std::stoi(value);
-        } else if (name == "--context") {
-            options.engine.session_tokens = static_cast<uint32_t>(std::stoul(value));
-        } else if (name == "--seed") {
-            options.seed = static_cast<uint32_t>(std::stoul(value));
-        } else {
-            throw std::invalid_argument("unknown argument " + name);
-        }
+    if (sweep.engine.step_tokens == 0) {
+        sweep.engine.step_tokens = sweep.engine.session_tokens;
     }
-    options.engine.step_tokens = options.engine.session_tokens;
-    if (options.engine.model_path.empty()) {
-        throw std::invalid_argument("--model FILE is needed");
+    if (sweep.engine.model_path.empty() || sweep.prompts.empty() || sweep.chunks.empty() || sweep.n_new == 0) {
+        throw std::invalid_argument("--model is needed, and at least one prompt, chunk and new token");
     }
     return options;
 }
@@ -129,139 +118,22 @@ std::vector<std::vector<uint32_t>> parse_routes(const std::string & text, uint32
     return routes;
 }
 
-class Sweep {
-  public:
-    explicit Sweep(const Options & options) : options_(options) {}
-
-    Status start() {
-        return whole_.load(options_.engine, {});
-    }
-
-    const meshnet::EngineDescription & whole() const {
-        return whole_.engines().front()->describe();
-    }
-
-    // True unless the route is wrong: a refusal is right, a difference is not.
-    bool check(const std::vector<uint32_t> & cuts) {
-        std::string name;
-        for (const uint32_t cut : cuts) {
-            name += (name.empty() ? "" : ",") + std::to_string(cut);
-        }
-        Route route;
-        Status status = route.load(options_.engine, cuts);
-        if (!status.ok()) {
-            report(name, status.code == Code::illegal_cut ? "refused" : "FAILED", status.message);
-            return status.code == Code::illegal_cut;
-        }
-        size_t cases = 0;
-        for (const uint32_t n_prompt : options_.prompts) {
-            for (const uint32_t chunk_option : options_.chunks) {
-                const uint32_t chunk = chunk_option == 0 ? n_prompt : chunk_option;
-                if (chunk_option != 0 && chunk_option >= n_prompt) {
-                    continue;  // the same as prefilling at once
-                }
-                const Trace * expected = reference(n_prompt, chunk, status);
-                Trace trace;
-                if (expected) {
-                    status = generate(route, prompt(n_prompt), chunk, options_.n_new, trace, &expected->tokens);
-                }
-                if (!status.ok()) {
-                    report(name, "FAILED", status.message);
-                    return false;
-                }
-                const int step = first_difference(*expected, trace);
-                if (step >= 0 || expected->tokens != trace.tokens) {
-                    report(name, "DIFFERENT",
-                           "prompt " + std::to_string(n_prompt) + ", chunk " + std::to_string(chunk) + ", step " +
-                               std::to_string(step));
-                    return false;
-                }
-                ++cases;
-            }
-        }
-        report(name, "equal", std::to_string(cases) + " cases of " + std::to_string(options_.n_new) + " tokens");
-        return !options_.controls || cuts.size() != 1 || controls(name, route);
-    }
-
-  private:
-    std::vector<int32_t> prompt(uint32_t n) const {
-        return make_prompt(*whole_.engines().front(), n, options_.seed + n);
-    }
-
-    const Trace * reference(uint32_t n_prompt, uint32_t chunk, Status & status) {
-        const auto key = std::make_pair(n_prompt, chunk);
-        auto it = references_.find(key);
-        if (it == references_.end()) {
-            Trace trace;
-            status = generate(whole_, prompt(n_prompt), chunk, options_.n_new, trace);
-            if (!status.ok()) {
-                return nullptr;
-            }
-            it = references_.emplace(key, std::move(trace)).first;
-        }
-        return &it->second;
-    }
-
-    // A parity test that cannot fail proves nothing: a changed boundary must change the output, and wrong token ids on
-    // the second shard must change it exactly if that shard says that it reads them.
-    bool controls(const std::string & name, Route & route) {
-        const uint32_t n_prompt = options_.prompts.back();
-        Status status;
-        const Trace * expected = reference(n_prompt, n_prompt, status);
-        Trace tampered;
-        Trace misled;
-        if (expected) {
-            Route::Tamper boundary;
-            boundary.boundary = true;
-            status = generate(route, prompt(n_prompt), n_prompt, options_.n_new, tampered, &expected->tokens, boundary);
-        }
-        if (status.ok()) {
-            Route::Tamper ids;
-            ids.token_ids = true;
-            status = generate(route, prompt(n_prompt), n_prompt, options_.n_new, misled, &expected->tokens, ids);
-        }
-        if (!status.ok()) {
-            report(name, "FAILED", status.message);
-            return false;
-        }
-        const bool bites = first_difference(*expected, tampered) >= 0;
-        const bool reads_ids = route.engines().back()->describe().needs_token_ids;
-        const bool ids_bite = first_difference(*expected, misled) >= 0;
-        const bool right = bites && ids_bite == reads_ids;
-        report(name, right ? "controls" : "CONTROL FAILED",
-               std::string("changed boundary ") + (bites ? "changes" : "does not change") +
-                   " the output, wrong token ids " + (ids_bite ? "change" : "do not change") + " it, token ids are " +
-                   (reads_ids ? "" : "not ") + "read");
-        return right;
-    }
-
-    static void report(const std::string & name, const std::string & result, const std::string & detail) {
-        std::cout << "{\"cuts\":" << quoted(name) << ",\"result\":" << quoted(result)
-                  << ",\"detail\":" << quoted(detail) << "}" << std::endl;
-    }
-
-    Options options_;
-    Route whole_;
-    std::map<std::pair<uint32_t, uint32_t>, Trace> references_;
-};
-
 }  // namespace
 
 int main(int argc, char ** argv) {
     try {
         const Options options = parse(argc, argv);
-        Sweep sweep(options);
-        if (Status status = sweep.start(); !status.ok()) {
-            std::cerr << status.message << std::endl;
+        Sweep sweep(options.sweep);
+        if (!sweep.start()) {
             return 1;
         }
         bool right = true;
-        for (const auto & cuts : parse_routes(options.routes, sweep.whole().n_layer)) {
-            right = sweep.check(cuts) && right;
+        for (const auto & cuts : parse_routes(options.routes, sweep.n_layer())) {
+            right = (options.trace ? sweep.trace(cuts) : sweep.check(cuts)) && right;
         }
         return right ? 0 : 1;
     } catch (const std::exception & e) {
-        std::cerr << "meshnet-parity: " << e.what() << std::endl;
+        std::cerr << "meshnet-parity: " << e.what() << "\n\n" << usage;
         return 2;
     }
 }

@@ -9,50 +9,72 @@
 
 namespace meshnet::parity {
 
+using Logits = std::vector<float>;
+
+// Changes on the way, for negative controls.
+struct Tamper {
+    bool boundary = false;   // one bit of every boundary that crosses the first seam
+    bool token_ids = false;  // wrong token ids for all hops but the head
+};
+
 class Route {
   public:
     // Loads one engine per range between the cuts ([] is the whole model).
     Status load(EngineConfig config, const std::vector<uint32_t> & cuts);
 
-    // Opens a session on every hop, in slot order.
-    Status open();
-    Status close();
-    Status rollback(uint32_t position);
+    // Opens a session on every hop. Sessions are numbered from 0 in the order of open().
+    Status open(size_t & session);
+    Status close(size_t session);
+    Status rollback(size_t session, uint32_t position);
 
-    // Runs tokens from the current position through all hops; the last token's logits if asked for.
-    // `tamper` is applied to the first hop's outgoing boundary (negative controls).
-    struct Tamper {
-        bool boundary = false;   // change one bit of every boundary that crosses the first seam
-        bool token_ids = false;  // wrong token ids for all hops but the head
+    // Tokens of one session, from its current position on.
+    struct Work {
+        size_t session = 0;
+        std::vector<int32_t> tokens;
+        bool want_logits = true;  // of the last token
     };
-    Status run(const std::vector<int32_t> & tokens, bool want_logits, std::vector<float> & logits,
-               const Tamper & tamper);
-    Status run(const std::vector<int32_t> & tokens, bool want_logits, std::vector<float> & logits) {
-        return run(tokens, want_logits, logits, Tamper());
-    }
+
+    // Runs the work through all hops as one batch; logits are empty where not asked for.
+    Status run(const std::vector<Work> & batch, std::vector<Logits> & logits, const Tamper & tamper = {});
+    Status run(size_t session, const std::vector<int32_t> & tokens, Logits & logits);
 
     const std::vector<std::unique_ptr<ShardEngine>> & engines() const {
         return engines_;
     }
 
   private:
+    struct Session {
+        std::vector<int32_t> sequences;  // one per hop
+        uint32_t position = 0;
+    };
+
     std::vector<std::unique_ptr<ShardEngine>> engines_;
-    std::vector<int32_t> sequences_;
-    uint32_t position_ = 0;
+    std::vector<Session> sessions_;
 };
 
 // One greedy generation: the logits row and the token of every step.
 struct Trace {
     std::vector<int32_t> tokens;
-    std::vector<std::vector<float>> logits;
+    std::vector<Logits> logits;
 };
 
-// Prefills `prompt` in chunks, then decodes `n_new` tokens greedily. `forced` replaces the greedy choice (teacher
-// forcing), so that a difference at one step does not hide the next.
-Status generate(Route & route, const std::vector<int32_t> & prompt, uint32_t chunk, uint32_t n_new, Trace & trace,
-                const std::vector<int32_t> * forced = nullptr, const Route::Tamper & tamper = {});
+struct Generation {
+    std::vector<int32_t> prompt;
+    uint32_t chunk = 0;  // prefill in chunks of so many tokens; 0: at once
+    uint32_t n_new = 0;
+    const std::vector<int32_t> * forced = nullptr;  // replaces the greedy choice (teacher forcing), so that a
+                                                    // difference at one step does not hide the next
+    Tamper tamper;
+};
 
-// Index of the first step whose logits differ in any bit, or -1.
+Status generate(Route & route, const Generation & generation, Trace & trace);
+
+// Printable tokens of the model's own vocabulary, seeded.
+std::vector<int32_t> make_prompt(const ShardEngine & engine, uint32_t n_tokens, uint32_t seed);
+
+bool bit_equal(const Logits & a, const Logits & b);
+
+// Index of the first step whose logits or tokens differ in any bit, or -1.
 int first_difference(const Trace & a, const Trace & b);
 
 }  // namespace meshnet::parity
