@@ -462,7 +462,7 @@ class SeamFrame(_message.Message):
     def __init__(self, frame_no: _Optional[int] = ..., session_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., step: _Optional[_Union[StepFrame, _Mapping]] = ..., sampled: _Optional[_Union[SampledFrame, _Mapping]] = ..., failure: _Optional[_Union[FailureFrame, _Mapping]] = ...) -> None: ...
 
 class StepFrame(_message.Message):
-    __slots__ = ("position", "tokens", "prefix_hash", "boundary", "sample_at", "rollback", "prefill", "sampling")
+    __slots__ = ("position", "tokens", "prefix_hash", "boundary", "sample_at", "rollback", "prefill", "sampling", "step_timeout_ms")
     POSITION_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
@@ -471,6 +471,7 @@ class StepFrame(_message.Message):
     ROLLBACK_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    STEP_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     position: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
     prefix_hash: int
@@ -479,7 +480,8 @@ class StepFrame(_message.Message):
     rollback: bool
     prefill: bool
     sampling: SamplingParams
-    def __init__(self, position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., prefix_hash: _Optional[int] = ..., boundary: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., sample_at: _Optional[_Iterable[int]] = ..., rollback: _Optional[bool] = ..., prefill: _Optional[bool] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ...) -> None: ...
+    step_timeout_ms: int
+    def __init__(self, position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., prefix_hash: _Optional[int] = ..., boundary: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., sample_at: _Optional[_Iterable[int]] = ..., rollback: _Optional[bool] = ..., prefill: _Optional[bool] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., step_timeout_ms: _Optional[int] = ...) -> None: ...
 
 class SampledFrame(_message.Message):
     __slots__ = ("tokens",)
@@ -500,12 +502,14 @@ class FailureFrame(_message.Message):
     def __init__(self, refusal: _Optional[_Union[Refusal, str]] = ..., message: _Optional[str] = ..., hop_index: _Optional[int] = ..., shard_id: _Optional[str] = ...) -> None: ...
 
 class SeamCredit(_message.Message):
-    __slots__ = ("frame_no", "held_us")
+    __slots__ = ("frame_no", "held_us", "refused")
     FRAME_NO_FIELD_NUMBER: _ClassVar[int]
     HELD_US_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
     frame_no: int
     held_us: int
-    def __init__(self, frame_no: _Optional[int] = ..., held_us: _Optional[int] = ...) -> None: ...
+    refused: Refusal
+    def __init__(self, frame_no: _Optional[int] = ..., held_us: _Optional[int] = ..., refused: _Optional[_Union[Refusal, str]] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("ticket", "text", "add_special", "parse_special")
