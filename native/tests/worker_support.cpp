@@ -277,7 +277,6 @@ void Hop::stop() {
     if (server_ != nullptr) {
         server_->stop(0);
         worker_->stop();
-        server_.reset();
     }
 }
 

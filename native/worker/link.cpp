@@ -118,7 +118,7 @@ class LinkStream final : public grpc::ClientBidiReactor<v1::SeamFrame, v1::SeamC
         if (observed) {
             pool_.observer_.on_link_lost(id_, reason);
         }
-        pool_.forget(this);  // may destroy this
+        pool_.forget(this);
     }
 
     // No more reads succeed: the peer's side has ended. Nothing is started after this.
@@ -236,7 +236,13 @@ std::shared_ptr<Link> LinkPool::get(const std::string & address) {
     return link;
 }
 
+bool LinkPool::needs_tick() {
+    std::lock_guard lock(mutex_);
+    return !streams_.empty() || !finished_.empty();
+}
+
 void LinkPool::tick(int64_t now_us) {
+    take_finished();
     std::vector<std::shared_ptr<LinkStream>> streams;
     {
         std::lock_guard lock(mutex_);
@@ -259,18 +265,24 @@ void LinkPool::shutdown() {
         stream->cancel();
     }
     all_done_.wait(lock, [&] { return streams_.empty(); });
+    lock.unlock();
+    take_finished();
 }
 
 void LinkPool::forget(const LinkStream * stream) {
-    std::shared_ptr<LinkStream> last;  // destroyed after the lock is released
     std::lock_guard lock(mutex_);
-    if (auto it = streams_.find(stream); it != streams_.end()) {
-        last = std::move(it->second);
+    if (const auto it = streams_.find(stream); it != streams_.end()) {
+        finished_.push_back(std::move(it->second));
         streams_.erase(it);
     }
     if (streams_.empty()) {
         all_done_.notify_all();
     }
+}
+
+std::vector<std::shared_ptr<LinkStream>> LinkPool::take_finished() {
+    std::lock_guard lock(mutex_);
+    return std::exchange(finished_, {});
 }
 
 bool is_address(const std::string & address) {

@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "worker/seam_types.h"
 
@@ -49,7 +50,9 @@ class LinkPool {
 
     // The live link to `address` ("host:port"), or a new one that connects in the background.
     std::shared_ptr<Link> get(const std::string & address);
-    // Gives up on links that take too long to connect.
+    // True while there is something for tick() to do.
+    bool needs_tick();
+    // Gives up on links that take too long to connect; frees those that ended.
     void tick(int64_t now_us);
     // Cancels every stream and waits until none calls the observer any more. Idempotent.
     void shutdown();
@@ -58,6 +61,7 @@ class LinkPool {
     friend class LinkStream;
 
     void forget(const LinkStream * stream);
+    std::vector<std::shared_ptr<LinkStream>> take_finished();
 
     LinkObserver & observer_;
     const int64_t connect_timeout_us_;
@@ -68,6 +72,8 @@ class LinkPool {
     bool stopped_ = false;
     std::map<std::string, std::weak_ptr<Link>> links_;
     std::map<const LinkStream *, std::shared_ptr<LinkStream>> streams_;  // until gRPC is done with them
+    // Not destroyed where they finish: a channel must not go on one of its own network threads.
+    std::vector<std::shared_ptr<LinkStream>> finished_;
 };
 
 // True for "host:port", "1.2.3.4:port" and "[v6]:port": never another gRPC target scheme.

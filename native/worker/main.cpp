@@ -163,6 +163,7 @@ int run(Flags flags) {
     }
     server.stop(last_answers_ms);
     worker.stop();
+    log_info("drained");
     return 0;
 }
 

@@ -152,7 +152,6 @@ void WorkerServer::stop(int64_t grace_ms) {
     if (impl_->server != nullptr) {
         impl_->server->Shutdown(std::chrono::system_clock::now() + std::chrono::milliseconds(grace_ms));
         impl_->server->Wait();
-        impl_->server.reset();
     }
 }
 

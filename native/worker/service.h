@@ -20,7 +20,8 @@ class WorkerServer {
     const std::string & address() const {
         return address_;
     }
-    // Ends calls that run for longer than `grace_ms` more, and waits until all are over. Idempotent.
+    // Ends calls that run for longer than `grace_ms` more, and waits until all are over. Idempotent. Stop
+    // the worker before the server is destroyed.
     void stop(int64_t grace_ms);
 
   private:

@@ -475,7 +475,7 @@ void Worker::tick(int64_t now) {
 void Worker::run_housekeeping() {
     std::unique_lock lock(mutex_);
     while (!stopping_) {
-        if (sessions_.empty()) {
+        if (sessions_.empty() && !links_.needs_tick()) {
             housekeeping_wake_.wait(lock);
         } else {
             housekeeping_wake_.wait_for(lock, std::chrono::milliseconds(tick_interval_ms));
