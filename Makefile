@@ -15,6 +15,8 @@ DIRTY ?=
 # Targets of unpatched llama.cpp that tests and benchmarks compare with.
 REFERENCE_TARGETS ?= meshnet-reference
 BENCH_TARGETS ?= llama-bench ggml-rpc-server
+# Passed on: make bench BENCH_OPTIONS='--rounds 9'
+BENCH_OPTIONS ?=
 
 section = @printf '\n==== %s\n' '$(1)'
 cxx_files = $$(find native -path native/patches -prune -o \( -name '*.h' -o -name '*.cpp' \) -print | sort)
