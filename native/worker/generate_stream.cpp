@@ -40,6 +40,7 @@ void GenerateStream::push(v1::GenerateEvent event, bool last) {
     }
     ended_ = last;
     queue_.push_back(std::move(event));
+    queued_events_ = queue_.size();
 }
 
 void GenerateStream::flush() {
@@ -48,8 +49,7 @@ void GenerateStream::flush() {
 }
 
 bool GenerateStream::has_room() const {
-    std::lock_guard lock(mutex_);
-    return queue_.size() < max_queued_events;
+    return queued_events_ < max_queued_events;
 }
 
 void GenerateStream::OnWriteDone(bool) {
@@ -74,6 +74,7 @@ void GenerateStream::OnCancel() {
         std::lock_guard lock(mutex_);
         cancelled_ = true;
         queue_.clear();
+        queued_events_ = 0;
         if (!writing_) {
             finish(grpc::Status::CANCELLED);
         }
@@ -93,6 +94,7 @@ void GenerateStream::write_next() {
     }
     current_ = std::move(queue_.front());
     queue_.pop_front();
+    queued_events_ = queue_.size();
     writing_ = true;
     if (ended_ && queue_.empty()) {
         finished_ = true;

@@ -3,6 +3,7 @@
 
 #include <grpcpp/grpcpp.h>
 
+#include <atomic>
 #include <deque>
 #include <memory>
 #include <mutex>
@@ -39,6 +40,8 @@ class GenerateStream final : public grpc::ServerWriteReactor<v1::GenerateEvent>,
     mutable std::mutex mutex_;
     std::shared_ptr<GenerateStream> self_;
     std::deque<v1::GenerateEvent> queue_;
+    // Size of queue_: the engine thread asks for it while a network thread writes.
+    std::atomic<size_t> queued_events_{0};
     v1::GenerateEvent current_;  // being written
     bool writing_ = false;
     bool ended_ = false;  // the last event is queued or written
