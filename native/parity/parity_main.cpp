@@ -16,8 +16,8 @@ namespace {
 constexpr const char * usage =
     R"(usage: meshnet-parity --model FILE [options]
 
-  --routes LIST       routes separated by ';', each a list of cuts: "15;10,20"; "all" is every single cut, "none" the
-                      one-shard route (default: all)
+  --routes LIST       routes separated by ';', each a list of cuts: "15;10,20"; "all" is every single cut, "finest" a
+                      shard between any two legal cuts, "none" the one-shard route (default: all)
   --prompts LIST      prompt lengths in tokens (default: 1,7,100)
   --chunks LIST       prefill in chunks of so many tokens; 0 is at once (default: 0,64)
   --new N             tokens to generate (default: 16)
@@ -103,14 +103,16 @@ Options parse(int argc, char ** argv) {
     return options;
 }
 
-std::vector<std::vector<uint32_t>> parse_routes(const std::string & text, uint32_t n_layer) {
+std::vector<std::vector<uint32_t>> parse_routes(const std::string & text, const meshnet::EngineDescription & whole) {
     std::vector<std::vector<uint32_t>> routes;
     std::stringstream stream(text);
     for (std::string item; std::getline(stream, item, ';');) {
         if (item == "all") {
-            for (uint32_t k = 1; k < n_layer; ++k) {
+            for (uint32_t k = 1; k < whole.n_layer; ++k) {
                 routes.push_back({k});
             }
+        } else if (item == "finest") {
+            routes.push_back(whole.legal_cuts);
         } else {
             routes.push_back(item == "none" ? std::vector<uint32_t>() : numbers(item));
         }
@@ -128,7 +130,7 @@ int main(int argc, char ** argv) {
             return 1;
         }
         bool right = true;
-        for (const auto & cuts : parse_routes(options.routes, sweep.n_layer())) {
+        for (const auto & cuts : parse_routes(options.routes, sweep.whole())) {
             right = (options.trace ? sweep.trace(cuts) : sweep.check(cuts)) && right;
         }
         return right ? 0 : 1;

@@ -26,8 +26,8 @@ class Sweep {
     // Loads the whole model and prints what it is; false if it is refused or cannot be loaded.
     bool start();
 
-    uint32_t n_layer() const {
-        return whole_.engines().front()->describe().n_layer;
+    const EngineDescription & whole() const {
+        return whole_.engines().front()->describe();
     }
 
     // Compares one route; false if it is wrong: a refusal is right, a difference is not.
