@@ -313,7 +313,7 @@ TEST(Route, ASlowReaderPausesOnlyItsOwnSession) {
 TEST(Route, LongVocabularyCallsHoldNobodyUp) {
     auto hops = make_hops("test:6", {0, 3, 6});
     auto & control = hops[0]->control();
-    control.vocabulary_held = true;
+    control.set([](auto & c) { c.vocabulary_held = true; });
     std::vector<std::thread> callers;
     for (int i = 0; i < 4; ++i) {
         callers.emplace_back([&] {

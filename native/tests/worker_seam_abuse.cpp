@@ -405,10 +405,10 @@ class BrokenRoute : public testing::Test {
 
 TEST_F(BrokenRoute, AnEngineFailureNamesItsHop) {
     for (uint32_t hop = 0; hop < 3; ++hop) {
-        hops[hop]->control().failure = {Code::engine_failure, "out of memory"};
+        hops[hop]->control().set([](auto & c) { c.failure = {Code::engine_failure, "out of memory"}; });
         expect_failed(session.generate("abc", 5), v1::REFUSAL_ENGINE_FAILURE, hop);
         expect_failed(session.generate("abc", 5), v1::REFUSAL_ENGINE_FAILURE, hop);  // the epoch stays broken
-        hops[hop]->control().failure = {};
+        hops[hop]->control().set([](auto & c) { c.failure = {}; });
         ++session.epoch;
         session.open();
         EXPECT_EQ(session.generate("abc", 5).ids(), direct_tokens("test:6", "abc", 5));
@@ -416,9 +416,9 @@ TEST_F(BrokenRoute, AnEngineFailureNamesItsHop) {
 }
 
 TEST_F(BrokenRoute, AnExceptionInTheEngineIsAFailure) {
-    hops[1]->control().throws = true;
+    hops[1]->control().set([](auto & c) { c.throws = true; });
     expect_failed(session.generate("abc", 5), v1::REFUSAL_ENGINE_FAILURE, 1);
-    hops[1]->control().throws = false;
+    hops[1]->control().set([](auto & c) { c.throws = false; });
     ++session.epoch;
     EXPECT_EQ(session.open()[1].cached_tokens(), 0U);
     EXPECT_EQ(session.generate("abc", 5).ids(), direct_tokens("test:6", "abc", 5));
@@ -426,7 +426,7 @@ TEST_F(BrokenRoute, AnExceptionInTheEngineIsAFailure) {
 
 TEST_F(BrokenRoute, AModelThatCannotRollBackSaysSo) {
     ASSERT_TRUE(session.generate("abcdef", 5).finished.has_value());
-    hops[1]->control().no_rollback = true;
+    hops[1]->control().set([](auto & c) { c.no_rollback = true; });
     PrefixHistory prefix;
     prefix.append({'a', 'b'});
     auto request = session.generate_request("x", 5);

@@ -45,6 +45,11 @@ bool eventually(const std::function<bool()> & condition) {
 
 // --------------------------------------------------------------------------------------------- ControlledEngine
 
+void ControlledEngine::Control::set(const std::function<void(Control &)> & change) {
+    std::lock_guard lock(mutex);
+    change(*this);
+}
+
 void ControlledEngine::Control::hold() {
     std::lock_guard lock(mutex);
     held = true;

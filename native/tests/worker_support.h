@@ -44,6 +44,7 @@ class ControlledEngine final : public ShardEngine {
         bool vocabulary_held = false;  // tokenize() waits
         int vocabulary_waiting = 0;
 
+        void set(const std::function<void(Control &)> & change);
         void hold();
         void release();
         // Lets one held step pass.

@@ -110,7 +110,9 @@ class InboundStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
     }
 
     void lose() {
-        receiver_.on_inbound_lost(id_);
+        if (self() != nullptr) {
+            receiver_.on_inbound_lost(id_);
+        }
     }
 
     void finish(const grpc::Status & status) {
