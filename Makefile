@@ -8,7 +8,10 @@ MAKEFLAGS += --no-builtin-rules
 BUILD_PACKAGES := build-essential:c++ cmake:cmake ninja-build:ninja git:git ccache:ccache pkg-config:pkg-config \
 	libgrpc++-dev libprotobuf-dev protobuf-compiler-grpc:grpc_cpp_plugin libgtest-dev libssl-dev
 LINT_PACKAGES := git:git clang-format:clang-format
+TEST_PACKAGES := curl:curl
 VENV := .venv/bin
+# Started in the background, a shell ignores Ctrl-C for itself and all it starts; tests that press it need it back.
+PYTEST := env --default-signal=INT $(VENV)/python -m pytest
 UPSTREAM := python3 native/upstream.py
 # Build the llama.cpp work tree as it is, with changes that no patch holds: make worker DIRTY=1
 DIRTY ?=
@@ -27,7 +30,7 @@ help: ## this list
 
 # ------------------------------------------------------------------------------------------------------- set-up
 
-.PHONY: setup packages-build packages-python packages-lint venv llama worker native model models reference
+.PHONY: setup packages-build packages-python packages-lint packages-test venv llama worker native model models reference
 setup: venv worker model ## everything that `make demo` needs
 
 packages-build:
@@ -39,6 +42,9 @@ packages-python:
 
 packages-lint:
 	@tools/packages $(LINT_PACKAGES)
+
+packages-test:
+	@tools/packages $(TEST_PACKAGES)
 
 venv: packages-python ## the virtual environment .venv
 	@tools/venv
@@ -82,27 +88,27 @@ test-quick: test-unit test-native ## no models, no whole system
 # pytest fails where it finds no test at all.
 test-unit: venv
 	$(call section,unit tests)
-	@$(VENV)/python -m pytest tests/unit
+	@$(PYTEST) tests/unit
 
 test-native: native
 	$(call section,native tests)
 	@ctest --test-dir build/native --output-on-failure --no-tests=error --timeout 300
 
-test-integration: venv native models
+test-integration: venv native models packages-test
 	$(call section,integration tests)
-	@$(VENV)/python -m pytest tests/integration
+	@$(PYTEST) tests/integration
 
 test-parity: venv native models reference
 	$(call section,parity (a seeded sample; all of it: make parity))
-	@$(VENV)/python -m pytest tests/parity
+	@$(PYTEST) tests/parity
 
-test-e2e: venv native models
+test-e2e: venv native models packages-test
 	$(call section,end-to-end tests)
-	@$(VENV)/python -m pytest tests/e2e
+	@$(PYTEST) tests/e2e
 
 parity: venv native models reference ## the full parity sweeps (long)
 	$(call section,parity (full))
-	@MESHNET_PARITY=full $(VENV)/python -m pytest tests/parity
+	@MESHNET_PARITY=full $(PYTEST) tests/parity
 
 lint: venv packages-lint ## style, types, generated files, patch stack
 	$(call section,lint)
