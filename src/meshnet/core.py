@@ -57,6 +57,9 @@ class LayerRange(Noun):
         start, colon, end = text.partition(":")
         if not colon or not start.isdecimal() or not end.isdecimal():
             raise ValueError(f"layer range {text!r} is not START:END, for example 0:15")
+        if int(end) <= int(start):
+            # Said here too: with an end of 0 the field's own limit would speak first, and say less.
+            raise ValueError(f"layer range {text} is empty; write START:END with START < END")
         return cls(start=int(start), end=int(end))
 
 

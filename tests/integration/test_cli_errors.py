@@ -56,6 +56,14 @@ CASES: list[tuple[Sequence[str], str]] = [
         "meshnet: --layers 9:3: layer range 9:3 is empty; write START:END with START < END",
     ),
     (
+        ["node", "--model", "m", "--layers", "9:0"],
+        "meshnet: --layers 9:0: layer range 9:0 is empty; write START:END with START < END",
+    ),
+    (
+        ["node", "--model", "m", "--layers", "all", "--model-name", "a b"],
+        "meshnet: --model-name 'a b' is no name: write up to 200 letters, digits and",
+    ),
+    (
         ["node", "--model", "m", "--layers", "0:1", "--layers", "1:2", "--listen", "127.0.0.1:7000"],
         "meshnet: --listen 127.0.0.1:7000 is one port for 2 workers; use port 0, or one node per range",
     ),

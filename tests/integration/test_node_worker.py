@@ -6,16 +6,22 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from meshnet.artifact.identity import FileStamp
 from meshnet.core import LayerRange
 from meshnet.engines.native import KEY_ENVIRONMENT, WorkerOptions
-from meshnet.errors import WorkerError
+from meshnet.errors import ArtifactError, WorkerError
 from meshnet.node.address import Endpoint
+from meshnet.node.settings import NodeSettings
+from meshnet.node.shard import ShardKeeper
 from meshnet.node.worker import Worker, WorkerPlan
+from meshnet.rpc.client import WorkerPool
 
 SHARD_ID = "n1/0-8.ab"
 DESCRIPTION: dict[str, Any] = {
@@ -168,3 +174,35 @@ async def test_signals_to_a_dead_worker_do_nothing(tmp_path: Path) -> None:
     assert await worker.wait() == "killed by SIGKILL"
     await worker.stop(drain_timeout_s=1)
     worker.signal_kill()
+
+
+async def test_ending_a_worker_that_just_ended_leaves_its_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Popen.send_signal polls: it would take the exit code from asyncio, which then tells a made-up one."""
+
+    def polls(*_: object) -> None:
+        raise AssertionError("this polls")
+
+    monkeypatch.setattr(subprocess.Popen, "send_signal", polls)
+    with pytest.raises(WorkerError, match="cannot load"):
+        await start(tmp_path, """echo '{"event":"failed","code":"x","message":"cannot load"}'; exit 3""")
+
+
+async def test_a_changed_model_file_ends_the_shard(tmp_path: Path) -> None:
+    """Its digest is told to the tracker once, so a worker that maps or loads something else must not go on."""
+    model = tmp_path / "m.gguf"
+    model.write_text("as it was")
+    # The keeper makes the shard's id up.
+    line = ready().replace(SHARD_ID, "'$2'")
+    script = f"while [ $1 != --shard-id ]; do shift; done; {line}; exec cat"
+    serving = replace(plan(tmp_path, script), model_file=FileStamp.of(model))
+    became_ready = asyncio.Event()
+    keeper = ShardKeeper("n1", serving, NodeSettings(), on_ready=lambda _: became_ready.set(), on_change=lambda: None)
+    running = asyncio.create_task(keeper.run())
+    async with asyncio.timeout(20), WorkerPool() as pool:
+        await asyncio.wait([running, asyncio.create_task(became_ready.wait())], return_when=asyncio.FIRST_COMPLETED)
+        model.write_text("something else")
+        assert await keeper.advertisement(pool) is None
+        with pytest.raises(ArtifactError, match="changed or replaced"):
+            await running

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from meshnet.artifact.gguf_header import read_header
-from meshnet.artifact.identity import artifact_digest, read_layout
+from meshnet.artifact.identity import FileStamp, artifact_digest, read_layout
 from meshnet.errors import ArtifactError
 
 
@@ -210,3 +210,37 @@ def test_any_damage_is_an_artifact_error_or_harmless(data: st.DataObject, tmp_pa
     path.write_bytes(contents[: data.draw(st.integers(0, len(contents)))])
     with contextlib.suppress(ArtifactError):
         read_layout(path)
+
+
+def test_a_stamp_tells_a_changed_a_replaced_and_a_removed_file(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf")
+    stamp = FileStamp.of(path)
+    stamp.check()
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(ArtifactError, match="changed or replaced"):
+        stamp.check()
+    stamp = FileStamp.of(path)
+    os.replace(write_gguf(tmp_path / "n.gguf"), path)
+    with pytest.raises(ArtifactError, match="changed or replaced"):
+        stamp.check()
+    path.unlink()
+    with pytest.raises(ArtifactError, match=r"gone: .*m\.gguf cannot be read: No such file"):
+        stamp.check()
+
+
+def test_what_is_no_regular_file_is_refused_without_waiting_for_it(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe.gguf"
+    os.mkfifo(pipe)
+    for path, kind in ((pipe, "not a regular file"), (tmp_path, "a directory")):
+        with pytest.raises(ArtifactError, match=kind):
+            read_header(path)
+
+
+def test_a_digest_is_told_though_it_cannot_be_kept(
+    tmp_path: Path, store: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_gguf(tmp_path / "m.gguf")
+    (store / "cache").mkdir(parents=True)
+    (store / "cache" / "digests").touch()  # where a directory is wanted
+    assert artifact_digest(path) == f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
+    assert "hashed again next time" in caplog.text

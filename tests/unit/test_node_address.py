@@ -65,3 +65,16 @@ def test_the_worker_must_say_where_it_is() -> None:
 
 def test_split_address() -> None:
     assert split_address("[::1]:80", what="x") == ("[::1]", 80)
+
+
+@pytest.mark.parametrize("advertise", ["", ":", "x:", "::1", "[::1", "a b", "http://x:1"])
+def test_a_malformed_advertised_address_is_shown_as_it_was_written(advertise: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        choose_endpoint(LOCAL, advertise=advertise)
+    assert f"--advertise {advertise!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize("advertise", ["0.0.0.0", "0.0.0.0:7000", "[::]", "[::]:7000"])
+def test_a_wildcard_cannot_be_advertised(advertise: str) -> None:
+    with pytest.raises(UsageError, match="no address that others could call"):
+        choose_endpoint(LOCAL, advertise=advertise)

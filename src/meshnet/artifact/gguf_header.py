@@ -87,6 +87,9 @@ def read_header(path: Path) -> GgufHeader:
         ArtifactError: the file is missing, unreadable, not a GGUF, truncated or malformed.
     """
     try:
+        if path.exists() and not path.is_file():
+            kind = "a directory" if path.is_dir() else "not a regular file"
+            raise ArtifactError(f"{path} cannot be read: it is {kind}; name a GGUF file")
         with path.open("rb") as file:
             start = file.read(_HEADER.size)
             _check_start(path, start)

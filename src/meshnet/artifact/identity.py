@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Callable
@@ -12,7 +13,9 @@ from pathlib import Path
 
 from meshnet.artifact import store
 from meshnet.artifact.gguf_header import GgufHeader, read_header
-from meshnet.errors import ArtifactError, StoreError
+from meshnet.errors import ArtifactError
+
+log = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 4 << 20
 
@@ -31,6 +34,31 @@ class ArtifactLayout:
     name: str | None
     has_chat_template: bool
     size_bytes: int
+
+
+@dataclass(frozen=True)
+class FileStamp:
+    """Tells whether a file is still the one that was looked at: its size, modification time and inode then."""
+
+    path: Path
+    key: tuple[int | str, ...]
+
+    @classmethod
+    def of(cls, path: Path) -> FileStamp:
+        """Raises ``ArtifactError`` if the file cannot be read."""
+        return cls(path, tuple(_file_key(Path(os.path.realpath(path)))))
+
+    def check(self) -> None:
+        """Raises ``ArtifactError`` if the file was written to, replaced or removed meanwhile."""
+        try:
+            same = self.of(self.path).key == self.key
+        except ArtifactError as error:
+            raise ArtifactError(f"the model file is gone: {error}") from error
+        if not same:
+            raise ArtifactError(
+                f"{self.path} was changed or replaced since this node began to serve it, so that its name and digest "
+                "no longer fit; start the node again to serve the file as it is now"
+            )
 
 
 def read_layout(path: Path) -> ArtifactLayout:
@@ -128,10 +156,11 @@ def _read_record(record: Path) -> dict[str, object] | None:
 
 
 def _write_record(record: Path, value: dict[str, object]) -> None:
+    # Only a cache: a full disk costs time at the next start, and does not keep this node from serving.
     try:
         record.parent.mkdir(exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=record.parent, delete=False) as file:
             json.dump(value, file)
         os.replace(file.name, record)
     except OSError as error:
-        raise StoreError(f"{record} cannot be written: {error.strerror}") from error
+        log.warning("%s cannot be written (%s); the model will be hashed again next time", record, error.strerror)

@@ -132,6 +132,7 @@ async def children(log_dir: Path) -> AsyncIterator[Children]:
 
 
 def _signal(child: Child, number: signal.Signals) -> None:
+    # Not send_signal: that one polls, and takes the exit code of a process that has just ended from asyncio.
     if child.process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
-            child.process.send_signal(number)
+            os.kill(child.process.pid, number)

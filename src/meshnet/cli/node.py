@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from pydantic import TypeAdapter, ValidationError
 
 from meshnet.cli import credentials
-from meshnet.core import LayerRange
+from meshnet.core import LayerRange, Name
 from meshnet.errors import UsageError
 
 if TYPE_CHECKING:
+    from meshnet.artifact.identity import FileStamp
     from meshnet.core import Shard
     from meshnet.node.worker import WorkerPlan
 
@@ -79,8 +81,8 @@ def node(
     token = credentials.join_token(join_token)
     binary = find_worker()
     endpoint = choose_endpoint(base_url(tracker), listen=listen, advertise=advertise)
-    name = model_name or _default_name(model)
-    digest = _identify(model, ranges) if engine == "llama" else model
+    name = _checked_name(model_name) if model_name is not None else _default_name(model)
+    digest, model_file = _identify(model, ranges) if engine == "llama" else (model, None)
     plans = [
         WorkerPlan(
             binary=binary,
@@ -99,6 +101,7 @@ def node(
             model_name=name,
             artifact_digest=digest,
             endpoint=endpoint,
+            model_file=model_file,
         )
         for range_ in ranges
     ]
@@ -148,6 +151,16 @@ def _first_message(error: ValueError) -> str:
     return str(faults()[0]["msg"]).removeprefix("Value error, ") if faults else str(error)
 
 
+def _checked_name(name: str) -> str:
+    try:
+        return TypeAdapter(Name).validate_python(name)
+    except ValidationError:
+        raise UsageError(
+            f"--model-name {name!r} is no name: write up to 200 letters, digits and : + . _ / @ -, "
+            "the first a letter or digit"
+        ) from None
+
+
 def _default_name(model: str) -> str:
     stem = re.sub(r"\.gguf$", "", Path(model).name, flags=re.IGNORECASE)
     name = re.sub(r"[^A-Za-z0-9:+._@-]+", "-", stem).lstrip("-+._:@")[:200]
@@ -156,10 +169,12 @@ def _default_name(model: str) -> str:
     return name
 
 
-def _identify(model: str, ranges: list[LayerRange | None]) -> str:
-    from meshnet.artifact.identity import artifact_digest, read_layout
+def _identify(model: str, ranges: list[LayerRange | None]) -> tuple[str, FileStamp]:
+    """The artifact's digest, and the file as it was then."""
+    from meshnet.artifact.identity import FileStamp, artifact_digest, read_layout
 
     path = Path(model)
+    stamp = FileStamp.of(path)
     layout = read_layout(path)
     for layers in ranges:
         if layers is not None and layers.end > layout.n_layer:
@@ -172,4 +187,6 @@ def _identify(model: str, ranges: list[LayerRange | None]) -> str:
             told_at = time.monotonic()
             log.info("hashing %s: %.0f of %.0f MB", path, done_bytes / 1e6, total_bytes / 1e6)
 
-    return artifact_digest(path, progress)
+    digest = artifact_digest(path, progress)
+    stamp.check()
+    return digest, stamp

@@ -42,12 +42,20 @@ def choose_endpoint(tracker_url: str, *, listen: str | None = None, advertise: s
     else:
         host, port = local_address_towards(tracker_url), 0
     if advertise is not None:
+        if advertise.rpartition(":")[0] in WILDCARDS or advertise in WILDCARDS:
+            raise UsageError(f"--advertise {advertise} is no address that others could call; name this machine's own")
         if re.search(r"[^:]:[0-9]+$", advertise):
             advertise_host, advertise_port = split_address(advertise, what="--advertise")
             if not advertise_port:
                 raise UsageError(f"--advertise {advertise} has port 0; name the port that others reach")
             return Endpoint(f"{host}:{port}", advertise_host, advertise_port)
-        advertise_host, _ = split_address(f"{advertise}:0", what="--advertise")
+        try:
+            advertise_host, _ = split_address(f"{advertise}:0", what="--advertise")
+        except UsageError:
+            raise UsageError(
+                f"--advertise {advertise!r} is neither HOST nor HOST:PORT, for example 192.0.2.7:7000 "
+                "(an IPv6 address in brackets)"
+            ) from None
         return Endpoint(f"{host}:{port}", advertise_host)
     return Endpoint(f"{host}:{port}", local_address_towards(tracker_url) if host in WILDCARDS else host)
 

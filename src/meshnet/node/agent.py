@@ -51,6 +51,7 @@ class Agent:
 
         Raises:
             WorkerError: a worker could not be started for the first time.
+            ArtifactError: the model file was changed or replaced while it was served.
             NotAuthorized: the tracker refused the join token at the first contact.
             LeaseLost: another process registered with this node's id.
         """

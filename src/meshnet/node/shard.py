@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from meshnet.core import Shard
-from meshnet.errors import HopLost, HopRefused, WorkerError
+from meshnet.errors import ArtifactError, HopLost, HopRefused, WorkerError
 from meshnet.node.settings import NodeSettings
 from meshnet.node.worker import Worker, WorkerPlan
 from meshnet.rpc.client import WorkerPool
@@ -47,6 +47,7 @@ class ShardKeeper:
 
         Raises:
             WorkerError: the first start failed. Later failures are retried for ever, with growing pauses.
+            ArtifactError: the model file is not the one any more that this node identified.
         """
         worker: Worker | None = await self._start()
         deaths = 0
@@ -67,6 +68,13 @@ class ShardKeeper:
         """The shard with its present load, or None while it is not served. A worker that hangs is killed."""
         worker = self._worker
         if worker is None:
+            return None
+        try:
+            self._plan.check_model()
+        except ArtifactError as error:
+            # The worker maps the file: what it computes from now on is anybody's guess. `run` then ends the node.
+            log.error("%s; ending worker %s", error, worker.shard_id)
+            worker.signal_kill()
             return None
         try:
             client = pool.worker(worker.address, shard_id=worker.shard_id)
@@ -90,6 +98,7 @@ class ShardKeeper:
         # A new id per process: a ticket or an avoided shard of the dead worker never means the new one.
         layers = str(self._layers).replace(":", "-")
         shard_id = f"{self._node_id}/{layers}.{secrets.token_hex(2)}"
+        self._plan.check_model()
         log.info("starting a worker for layers %s of %s", self._layers, self._plan.model_name)
         return await Worker.start(self._plan, shard_id, timeout_s=self._settings.start_timeout_s)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -16,6 +17,7 @@ from typing import Any
 
 from google.protobuf.json_format import ParseDict, ParseError
 
+from meshnet.artifact.identity import FileStamp
 from meshnet.core import Shard
 from meshnet.engines.native import KEY_ENVIRONMENT, WorkerOptions, worker_command
 from meshnet.errors import UsageError, WorkerError
@@ -42,6 +44,13 @@ class WorkerPlan:
     model_name: str
     artifact_digest: str
     endpoint: Endpoint
+    #: The model file as it was when ``artifact_digest`` was computed; None for an engine that reads no file.
+    model_file: FileStamp | None = None
+
+    def check_model(self) -> None:
+        """Raises ``ArtifactError`` if the model file is no longer the artifact that ``artifact_digest`` names."""
+        if self.model_file is not None:
+            self.model_file.check()
 
 
 class Worker:
@@ -141,8 +150,10 @@ class Worker:
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
+        # Not send_signal: that one polls, and takes the exit code of a process that has just ended from asyncio.
         if self._process.returncode is None:
-            self._process.send_signal(number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, number)
 
     async def _become_ready(self, plan: WorkerPlan) -> None:
         event = await self._read_event()
