@@ -425,6 +425,26 @@ async def test_bodies_over_the_limit() -> None:
         assert (await mesh.http.post("/v1/completions", content=b" " * 1000)).status_code == 400
 
 
+async def test_a_body_that_never_ends_is_refused() -> None:
+    never = asyncio.Event()
+
+    async def stuck() -> AsyncIterator[bytes]:
+        yield b"{"
+        await never.wait()
+
+    async with api(ShardServer(), body_timeout_s=0.1) as mesh:
+        response = await mesh.http.post("/v1/completions", content=stuck())
+        assert (response.status_code, response.json()["error"]["code"]) == (408, "body_too_slow")
+
+
+async def test_a_probability_too_small_for_the_wire_does_not_turn_a_sampler_off() -> None:
+    async with api(head := ShardServer()) as mesh:
+        body = {"model": "tiny", "prompt": "x", "typical_p": 1e-300, "top_p": 0}
+        assert (await mesh.http.post("/v1/completions", json=body)).status_code == 200
+        assert head.generated[0].sampling.typical_p > 0
+        assert head.generated[0].sampling.top_p > 0
+
+
 # -------------------------------------------------------------------------------------------- clients that leave
 
 

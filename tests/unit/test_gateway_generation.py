@@ -474,3 +474,17 @@ async def test_a_worker_that_serves_another_artifact_is_refused() -> None:
         with pytest.raises(HopRefused, match="another artifact"):
             async with generations.start(request()):
                 pass
+
+
+async def test_a_text_that_cannot_fit_is_refused_before_it_reaches_a_worker() -> None:
+    """Tokenizing megabytes takes seconds, in which the head's vocabulary would serve nobody else."""
+    head, tail = halves()
+    async with mesh(head, tail) as (generations, _):
+        limit = min(head.shard.session_capacity_tokens, head.shard.n_ctx_train)
+        with pytest.raises(
+            PromptTooLong, match=f"holds {limit} tokens, but the prompt has {limit * 256 + 1} bytes"
+        ) as caught:
+            await run(generations, request("x" * (limit * 256 + 1)))
+        assert caught.value.param == "prompt"
+        assert caught.value.requested_tokens > caught.value.limit_tokens == limit
+        assert head.tokenized == []

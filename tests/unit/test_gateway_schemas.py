@@ -55,6 +55,7 @@ def test_defaults_are_those_of_openai() -> None:
         ({"logprobs": 1}, "logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
         ({"logit_bias": {"5": 101}}, "logit_bias[5]"),
         ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
         ({"stream": 1}, "stream"),
@@ -63,6 +64,8 @@ def test_defaults_are_those_of_openai() -> None:
         ({"min_p": 2}, "min_p"),
         ({"typical_p": 0}, "typical_p"),
         ({"repeat_penalty": 0}, "repeat_penalty"),
+        # Less than a worker takes.
+        ({"repeat_penalty": 0.001}, "repeat_penalty"),
         ({"ignore_eos": "no"}, "ignore_eos"),
         ({"model": ""}, "model"),
         ({"model": 5}, "model"),

@@ -37,8 +37,9 @@ Choice = ChatChoice | ChatChunkChoice | CompletionChoice
 # The whole context: OpenAI's penalties look at everything said so far.
 _PENALTY_WHOLE_CONTEXT = -1
 
-# 0 turns top_p off on the wire, but asks a client for the most likely token only.
-_MIN_TOP_P = 1e-9
+# 0 turns top_p and typical_p off on the wire, also what rounds to 0 there. A client that sends so little asks for the
+# most likely token only.
+_MIN_PROBABILITY = 1e-9
 
 
 async def complete(generations: Generations, request: ChatRequest | CompletionRequest) -> Answer:
@@ -247,9 +248,9 @@ def sampling_params(request: GenerationParameters) -> pb.SamplingParams:
     return pb.SamplingParams(
         temperature=request.temperature,
         top_k=request.top_k,
-        top_p=max(request.top_p, _MIN_TOP_P),
+        top_p=max(request.top_p, _MIN_PROBABILITY),
         min_p=request.min_p,
-        typical_p=request.typical_p,
+        typical_p=max(request.typical_p, _MIN_PROBABILITY),
         penalty_last_n=_PENALTY_WHOLE_CONTEXT if penalties else 0,
         repeat_penalty=request.repeat_penalty,
         frequency_penalty=request.frequency_penalty,

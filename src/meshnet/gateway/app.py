@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import logging
@@ -19,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from meshnet.core import RouteSource, ServedModel
 from meshnet.errors import MeshnetError, NotAuthorized, UnknownModel
 from meshnet.gateway.answers import complete, stream
-from meshnet.gateway.failures import BodyTooLarge, Failure, failure_of
+from meshnet.gateway.failures import BodyTooLarge, BodyTooSlow, Failure, failure_of
 from meshnet.gateway.generations import Generations
 from meshnet.gateway.metrics import GatewayMetrics
 from meshnet.gateway.responses import ModelCard, ModelList
@@ -74,12 +75,11 @@ def _api(routes: RouteSource, generations: Generations, settings: GatewaySetting
 
     @router.post("/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        return await answer(request, parse_request(ChatRequest, await _read_body(request, settings.max_body_bytes)))
+        return await answer(request, parse_request(ChatRequest, await _read_body(request, settings)))
 
     @router.post("/completions")
     async def completions(request: Request) -> Response:
-        body = await _read_body(request, settings.max_body_bytes)
-        return await answer(request, parse_request(CompletionRequest, body))
+        return await answer(request, parse_request(CompletionRequest, await _read_body(request, settings)))
 
     async def answer(request: Request, wanted: ChatRequest | CompletionRequest) -> Response:
         if wanted.stream:
@@ -144,17 +144,21 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-async def _read_body(request: Request, limit_bytes: int) -> bytes:
+async def _read_body(request: Request, settings: GatewaySettings) -> bytes:
+    limit_bytes = settings.max_body_bytes
     too_large = BodyTooLarge(f"the request body is larger than {limit_bytes} bytes")
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > limit_bytes:
         raise too_large
     body = bytearray()
     try:
-        async for part in request.stream():
-            body += part
-            if len(body) > limit_bytes:
-                raise too_large
+        async with asyncio.timeout(settings.body_timeout_s):
+            async for part in request.stream():
+                body += part
+                if len(body) > limit_bytes:
+                    raise too_large
+    except TimeoutError as error:
+        raise BodyTooSlow(f"the request body was not complete after {settings.body_timeout_s:g} s") from error
     except ClientDisconnect as error:
         raise ClientGone("the client closed its connection before its request was complete") from error
     return bytes(body)

@@ -31,6 +31,10 @@ class BodyTooLarge(RequestError):
     """The request body is over the gateway's limit."""
 
 
+class BodyTooSlow(RequestError):
+    """The request body did not come in time."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """An error as the client sees it. ``telemetry`` is there if a generation was under way."""
@@ -88,6 +92,7 @@ KINDS: tuple[tuple[type[Exception], int, str, str], ...] = (
     (UnknownModel, 404, _INVALID, "model_not_found"),
     (PromptTooLong, 400, _INVALID, "context_length_exceeded"),
     (BodyTooLarge, 413, _INVALID, "body_too_large"),
+    (BodyTooSlow, 408, _INVALID, "body_too_slow"),
     (BadParameter, 400, _INVALID, "invalid_parameter"),
     (RequestError, 400, _INVALID, "invalid_request"),
     (NotAuthorized, 401, _INVALID, "invalid_api_key"),

@@ -121,9 +121,11 @@ class Generation:
         """
         _check_logit_bias(request, description)
         timeout_s = self._settings.call_timeout_s
-        tokens = await prompt_tokens(request.prompt, self._hops.head, description, timeout_s=timeout_s)
-        self.prompt_tokens = len(tokens)
         limit = _limit_tokens(self._session.route)
+        tokens = await prompt_tokens(
+            request.prompt, self._hops.head, description, limit_tokens=limit, timeout_s=timeout_s
+        )
+        self.prompt_tokens = len(tokens)
         if len(tokens) + (request.answer_tokens or 1) > limit:
             raise _too_long(request, len(tokens), limit)
         self._max_tokens = request.answer_tokens or limit - len(tokens)

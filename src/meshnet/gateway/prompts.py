@@ -6,11 +6,15 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from meshnet.errors import BadParameter, HopRefused
+from meshnet.errors import BadParameter, HopRefused, PromptTooLong
 from meshnet.gateway.hops import Hop
 from meshnet.gateway.templates import render_chat
 from meshnet.rpc.client import refusal_name
 from meshnet.rpc.generated import shard_pb2 as pb
+
+#: No token of a vocabulary stands for more bytes of text (the longest known are runs of 128 spaces). A text that cannot
+#: fit whatever its tokens are is refused unread: megabytes of it would keep the head's vocabulary from everybody else.
+MAX_TOKEN_BYTES = 256
 
 _BAD_REQUEST = refusal_name(pb.REFUSAL_BAD_REQUEST)
 
@@ -41,14 +45,18 @@ class TokenPrompt:
 Prompt = ChatPrompt | TextPrompt | TokenPrompt
 
 
-async def prompt_tokens(prompt: Prompt, head: Hop, description: pb.DescribeResponse, *, timeout_s: float) -> list[int]:
+async def prompt_tokens(
+    prompt: Prompt, head: Hop, description: pb.DescribeResponse, *, limit_tokens: int, timeout_s: float
+) -> list[int]:
     """Token ids of ``prompt``, at least one.
 
-    ``description`` is that of the head's artifact; its worker tokenizes text.
+    ``description`` is that of the head's artifact; its worker tokenizes text, unless that is far too long for
+    ``limit_tokens``. (Prompts that are only a little too long are returned; the caller counts.)
 
     Raises:
         BadParameter: there are no tokens, or some are not in the vocabulary; the model has no chat template, or its
             template does not accept the messages.
+        PromptTooLong: the text cannot fit, whatever its tokens are.
         HopRefused, HopLost: of the head.
     """
     if isinstance(prompt, TokenPrompt):
@@ -61,6 +69,7 @@ async def prompt_tokens(prompt: Prompt, head: Hop, description: pb.DescribeRespo
         tokens = list(prompt.tokens)
     else:
         text = await _text(prompt, description)
+        _refuse_hopeless(text, limit_tokens, prompt.parameter)
         try:
             tokens = await head.worker.tokenize(
                 head.ticket,
@@ -77,6 +86,20 @@ async def prompt_tokens(prompt: Prompt, head: Hop, description: pb.DescribeRespo
     if not tokens:
         raise BadParameter("the prompt has no tokens; send some text", param=prompt.parameter)
     return tokens
+
+
+def _refuse_hopeless(text: str, limit_tokens: int, parameter: str) -> None:
+    size_bytes = len(text.encode())
+    if size_bytes <= limit_tokens * MAX_TOKEN_BYTES:
+        return
+    error = PromptTooLong(
+        f"a session of this model holds {limit_tokens} tokens, but the prompt has {size_bytes} bytes of text, "
+        f"which no {limit_tokens} tokens can be; shorten the prompt",
+        requested_tokens=size_bytes // MAX_TOKEN_BYTES + 1,
+        limit_tokens=limit_tokens,
+    )
+    error.param = parameter
+    raise error
 
 
 async def _text(prompt: ChatPrompt | TextPrompt, description: pb.DescribeResponse) -> str:

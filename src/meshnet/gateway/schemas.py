@@ -121,7 +121,7 @@ def _stops(value: Any) -> Any:
 def _logit_bias(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
-    if not all(isinstance(key, str) and key.isascii() and key.isdecimal() for key in value):
+    if not all(isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10 for key in value):
         raise _refuse("keys must be token ids, written as decimal strings")
     return {int(key): bias for key, bias in value.items()}
 
@@ -183,7 +183,7 @@ class GenerationParameters(_Strict):
     top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     typical_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    repeat_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
+    repeat_penalty: Annotated[float, Field(ge=0.01, le=10)] = 1.0
     ignore_eos: bool = False
 
     @model_validator(mode="after")

@@ -25,6 +25,8 @@ class GatewaySettings:
 
     #: Largest request body. A prompt of 131,072 tokens of text is well under 1 MiB.
     max_body_bytes: int = 8 * 1024 * 1024
+    #: A request whose body is not complete after this long is refused, so that nobody holds connections for nothing.
+    body_timeout_s: float = 60.0
     #: Generations at once; further requests get 429.
     max_running: int = 256
     #: Routes tried for one request before it is refused.
