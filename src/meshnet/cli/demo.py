@@ -185,10 +185,11 @@ def _how_to_call(url: str, api_key: str, model: str, keep: bool) -> str:
 
 curl {url}/v1/chat/completions -H 'Authorization: Bearer {api_key}' \\
   -H 'Content-Type: application/json' \\
-  -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+  -d '{{"model": "{model}", "max_tokens": 100, "messages": [{{"role": "user", "content": "Hello"}}]}}'
 
 from openai import OpenAI
 client = OpenAI(base_url="{url}/v1", api_key="{api_key}")
-answer = client.chat.completions.create(model="{model}", messages=[{{"role": "user", "content": "Hello"}}])
+messages = [{{"role": "user", "content": "Hello"}}]
+answer = client.chat.completions.create(model="{model}", messages=messages, max_tokens=100)
 print(answer.choices[0].message.content)
 """ + ("\nCtrl-C stops everything." if keep else "")

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from meshnet.cli.stopping import stop_requests
 from meshnet.errors import UsageError
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 
 #: Requests that still run this long after the first stop request are cut off.
 SHUTDOWN_S = 10
+#: From the connection to the end of a request's head. A client that keeps a fresh connection in reserve opens another.
+HEAD_TIMEOUT_S = 60.0
 
 
 def side_by_side(tracker: Application, gateway: Application) -> Application:
@@ -91,6 +94,7 @@ async def run(
         log_config=None,
         access_log=False,
         server_header=False,
+        http=_Protocol,
         # Longer than clients keep idle connections (httpx: 5 s), so that none is closed just as it is used again.
         timeout_keep_alive=75,
     )
@@ -121,6 +125,45 @@ async def run(
         await server.serve(sockets=[listener])
     if not server.started:
         raise UsageError("the server did not start; the log says why")
+
+
+class _Protocol(H11Protocol):
+    """Uvicorn's HTTP, and a connection that has not sent a whole request head in time is closed.
+
+    Uvicorn bounds only the pause between two requests: connections that never send their first would pile up until no
+    node or client could get in.
+    """
+
+    head_timeout_s = HEAD_TIMEOUT_S
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._arm()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        # Stops the keep-alive timer, so that from here on this one must run until a request has begun.
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._disarm()
+        elif self._head_timer is None:
+            self._arm()
+
+    def _arm(self) -> None:
+        self._head_timer = self.loop.call_later(self.head_timeout_s, self._give_up)
+
+    def _disarm(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _give_up(self) -> None:
+        self._head_timer = None
+        self.transport.close()
 
 
 class _Server(uvicorn.Server):

@@ -5,6 +5,7 @@ Errors are ``{"error": {"code": …, "message": …}}``; the codes are those of 
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -39,6 +40,9 @@ PREFIX = "/tracker/v1"
 
 #: Most bytes of a request body: 64 shards with large boundary schemas stay far below.
 MAX_BODY_BYTES = 2 << 20
+
+#: A body that takes longer is refused, so that nobody holds connections for nothing.
+BODY_TIMEOUT_S = 30.0
 
 NODE_ID = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 NodeId = Annotated[str, Path(pattern=NODE_ID)]
@@ -118,10 +122,14 @@ def create_app(tracker: Tracker, join_token: str) -> FastAPI:
 
 async def _body(request: Request) -> bytes:
     body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise RequestError(f"the body is larger than {MAX_BODY_BYTES} bytes")
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MAX_BODY_BYTES:
+                    raise RequestError(f"the body is larger than {MAX_BODY_BYTES} bytes")
+    except TimeoutError as error:
+        raise RequestError(f"the body was not complete after {BODY_TIMEOUT_S:g} s") from error
     return bytes(body)
 
 
