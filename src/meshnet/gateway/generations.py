@@ -102,7 +102,8 @@ class Generations:
                 return generation
             except (HopRefused, HopLost) as error:
                 await generation.abort(error)
-                _log.warning("%s; trying another route", error, exc_info=error)
+                # A refusal is told whole by its message; under load there are many.
+                _log.warning("%s; trying another route", error, exc_info=error if isinstance(error, HopLost) else None)
                 refusals.append(error)
             except BaseException as error:
                 await generation.abort(error)
