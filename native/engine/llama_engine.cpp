@@ -8,6 +8,7 @@
 #include <unordered_set>
 
 #include "engine/shard_engine.h"
+#include "ggml-cpu.h"
 #include "llama-ext.h"
 #include "llama-shard.h"
 #include "llama.h"
@@ -67,8 +68,14 @@ struct ContextFree {
         llama_free(context);
     }
 };
+struct ThreadsFree {
+    void operator()(ggml_threadpool * threads) const {
+        ggml_threadpool_free(threads);
+    }
+};
 using ModelPtr = std::unique_ptr<llama_model, ModelFree>;
 using ContextPtr = std::unique_ptr<llama_context, ContextFree>;
+using ThreadsPtr = std::unique_ptr<ggml_threadpool, ThreadsFree>;
 
 // Types that a cache can be written in; others would abort in ggml.
 constexpr std::array<ggml_type, 9> kv_types = {GGML_TYPE_F32,  GGML_TYPE_F16,  GGML_TYPE_BF16,
@@ -200,6 +207,7 @@ class LlamaEngine final : public ShardEngine {
     EngineDescription description_;
     std::vector<std::string> globals_;
     ModelPtr model_;
+    ThreadsPtr threads_;  // outlives the context that uses it
     ContextPtr context_;
     llama_batch batch_{};
     const llama_vocab * vocab_ = nullptr;
@@ -335,6 +343,12 @@ Status LlamaEngine::load(const EngineConfig & config) {
     if (!context_) {
         return {Code::engine_failure, "no context for '" + config.model_path + "': " + log.take()};
     }
+    // Threads that stay, instead of new ones for every step; and that sleep between steps, instead of taking a core
+    // from the other shards of this machine while those compute.
+    ggml_threadpool_params threads = ggml_threadpool_params_default(actual.threads);
+    threads.poll = 0;
+    threads_.reset(ggml_threadpool_new(&threads));
+    llama_attach_threadpool(context_.get(), threads_.get(), nullptr);
 
     vocab_ = llama_model_get_vocab(model_.get());
     sequences_.resize(actual.sequences);
