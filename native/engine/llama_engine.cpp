@@ -368,7 +368,9 @@ Status LlamaEngine::load(const EngineConfig & config) {
     d.sequences = actual.sequences;
     d.step_tokens = actual.step_tokens;
     d.step_outputs = actual.step_outputs;
-    d.compatibility_id = MESHNET_COMPATIBILITY_ID;
+    // A cache of another type computes other numbers: all hops of a route, and its replicas, must agree on it.
+    d.compatibility_id =
+        std::string(MESHNET_COMPATIBILITY_ID) + "+kv:" + ggml_type_name(type_k) + "/" + ggml_type_name(type_v);
     d.build_id = MESHNET_BUILD_ID;
     if (const char * source = llama_model_chat_template(model_.get(), nullptr)) {
         d.chat_template = source;

@@ -78,12 +78,13 @@ std::vector<Flag> flag_table(Flags & f) {
              f.engine_kind = value;
              return value == "llama" || value == "test";
          }},
-        {"--threads", "N", "compute threads; 0 is all cores (default 0)", number(e.threads, 0, 4096)},
-        {"--context", "TOKENS", "most tokens of one session (default 4096)",
+        {"--threads", "N", "compute threads, at most 4096; 0 is all cores (default 0)", number(e.threads, 0, 4096)},
+        {"--context", "TOKENS", "most tokens of one session, 1 to 131072 (default 4096)",
          number(e.session_tokens, 1, max_session_tokens)},
-        {"--sessions", "N", "sessions at once (default 4)", number(e.sequences, 1, 4096)},
-        {"--step-tokens", "N", "most tokens of one step (default 512)", number(e.step_tokens, 1, 65536)},
-        {"--chunk-tokens", "N", "prefill chunk at the head (default 128)", number(w.chunk_tokens, 1, 65536)},
+        {"--sessions", "N", "sessions at once, 1 to 4096 (default 4)", number(e.sequences, 1, 4096)},
+        {"--step-tokens", "N", "most tokens of one step, 1 to 65536 (default 512)", number(e.step_tokens, 1, 65536)},
+        {"--chunk-tokens", "N", "prefill chunk at the head, 1 to 65536 (default 128)",
+         number(w.chunk_tokens, 1, 65536)},
         {"--kv-type-k", "TYPE", "ggml type of cached keys (default f16)", text(e.kv_type_k)},
         {"--kv-type-v", "TYPE", "ggml type of cached values (default f16)", text(e.kv_type_v)},
         {"--artifact-digest", "S", "identity of the model artifact", text(w.artifact_digest)},

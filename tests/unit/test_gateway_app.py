@@ -373,7 +373,7 @@ async def test_a_route_that_breaks_in_mid_answer() -> None:
         assert response.status_code == 200
         *chunks, error = events(response.text)
         assert error["error"] == {
-            "message": "hop 1 (tail), layers 4:8, was lost: connection reset",
+            "message": "hop 1 (tail), layers 4:8, was lost",
             "type": "server_error",
             "param": None,
             "code": "hop_lost",

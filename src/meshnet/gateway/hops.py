@@ -86,7 +86,9 @@ class RouteHops:
         reason = failed.message or refusal_name(failed.refusal)
         where = f"{hop.worker}, layers {hop.shard.layers},"
         if failed.refusal == pb.REFUSAL_PEER_LOST:
-            return HopLost(f"{where} was lost: {reason}", hop_index=hop.worker.hop_index, shard_id=hop.shard.shard_id)
+            lost = HopLost(f"{where} was lost", hop_index=hop.worker.hop_index, shard_id=hop.shard.shard_id)
+            lost.add_note(reason)  # for the log: it names addresses
+            return lost
         return HopRefused(
             f"{where} failed: {reason}", refusal=refusal_name(failed.refusal), shard_id=hop.shard.shard_id
         )
