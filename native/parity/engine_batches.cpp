@@ -98,6 +98,30 @@ TEST_P(Batches, ASlotTakenAgainIsLikeNew) {
     EXPECT_FALSE(bit_equal(expected.front(), other.front()));
 }
 
+// Split is whole under other settings of the engine, too.
+TEST_P(Batches, OtherSettings) {
+    std::vector<EngineConfig> configs(3, tiny_config(GetParam()));
+    configs[0].weights_mmap = false;
+    configs[1].kv_type_k = "q8_0";
+    configs[1].kv_type_v = GetParam() == "deepseek4" || GetParam() == "glm-dsa" ? "f16" : "q8_0";
+    configs[2].threads = 3;
+    configs[2].flash_attention = false;
+    Generation generation;
+    generation.prompt = tokens(150, 1);
+    generation.chunk = 64;
+    generation.n_new = 6;
+    for (const EngineConfig & config : configs) {
+        SCOPED_TRACE("setting " + std::to_string(&config - configs.data()));
+        ASSERT_OK(split_.load(config, some_cuts(whole_, 2)));
+        ASSERT_OK(whole_.load(config, {}));
+        Trace expected;
+        Trace found;
+        ASSERT_OK(generate(whole_, generation, expected));
+        ASSERT_OK(generate(split_, generation, found));
+        EXPECT_EQ(first_difference(expected, found), -1);
+    }
+}
+
 INSTANTIATE_TEST_SUITE_P(Models, Batches, testing::Values("llama", "deepseek4", "glm-dsa", "qwen35", "qwen35moe"),
                          name_of);
 

@@ -171,17 +171,17 @@ TEST(Generation, ChunksThePromptThenFeedsTokensBack) {
     Generation generation(request, 100, sink, 1000);
     std::string problem;
 
-    auto frame = generation.next_step(1000);
+    auto frame = generation.next_step();
     EXPECT_EQ(frame.position(), 10U);
     EXPECT_EQ(frame.tokens_size(), 2);
     EXPECT_TRUE(frame.prefill() && frame.rollback() && frame.has_sampling());
     EXPECT_EQ(frame.step_timeout_ms(), 77U);
     EXPECT_EQ(frame.sample_at_size(), 0);
-    frame = generation.next_step(1000);
+    frame = generation.next_step();
     EXPECT_EQ(frame.position(), 12U);
     EXPECT_FALSE(frame.rollback() || frame.has_sampling());
     EXPECT_FALSE(generation.awaits_sample());
-    frame = generation.next_step(1000);
+    frame = generation.next_step();
     EXPECT_EQ(frame.position(), 14U);
     ASSERT_EQ(frame.sample_at_size(), 1);
     EXPECT_EQ(frame.sample_at(0), 0U);
@@ -192,7 +192,7 @@ TEST(Generation, ChunksThePromptThenFeedsTokensBack) {
     EXPECT_FALSE(generation.on_sampled({}, false, 2000, problem));
     ASSERT_TRUE(generation.on_sampled(sampled(15, 7), false, 2500, problem)) << problem;
     EXPECT_FALSE(generation.on_sampled(sampled(16, 7), false, 2000, problem)) << "nobody asked for it";
-    frame = generation.next_step(2600);
+    frame = generation.next_step();
     EXPECT_EQ(frame.position(), 15U);
     EXPECT_EQ(frame.tokens(0), 7U);
     EXPECT_FALSE(frame.prefill());
@@ -212,7 +212,7 @@ v1::FinishCause cause_of(v1::GenerateRequest request, uint32_t capacity, bool is
     for (uint32_t position = static_cast<uint32_t>(request.tokens_size()); !generation.finished() && position < 20;
          ++position) {
         while (generation.has_step()) {
-            generation.next_step(0);
+            generation.next_step();
         }
         EXPECT_TRUE(generation.on_sampled(sampled(position, 9), is_eog, 0, problem)) << problem;
     }
@@ -234,9 +234,9 @@ TEST(Generation, PrefillProgressReachesTheTotalBeforeTheFirstToken) {
     auto sink = std::make_shared<RecordingSink>();
     Generation generation(request_of(4, 2, 1), 100, sink, 0);
     std::string problem;
-    generation.next_step(0);
+    generation.next_step();
     generation.on_prefill_done(2);
-    generation.next_step(0);
+    generation.next_step();
     ASSERT_TRUE(generation.on_sampled(sampled(4, 1), false, 0, problem));
     generation.on_prefill_done(2);
     ASSERT_EQ(sink->events.size(), 4U);

@@ -10,9 +10,9 @@ Generation::Generation(const v1::GenerateRequest & request, uint32_t token_capac
       stop_tokens_(request.stop_tokens().begin(), request.stop_tokens().end()), sampling_(request.sampling()),
       start_(request.cached_tokens()), chunk_tokens_(request.chunk_tokens()), max_new_tokens_(request.max_new_tokens()),
       token_capacity_(token_capacity), step_timeout_ms_(request.step_timeout_ms()), ignore_eog_(request.ignore_eog()),
-      started_us_(now_us), ready_since_us_(now_us) {}
+      started_us_(now_us) {}
 
-v1::StepFrame Generation::next_step(int64_t now_us) {
+v1::StepFrame Generation::next_step() {
     v1::StepFrame frame;
     if (next_is_prefill()) {
         const size_t n = std::min<size_t>(chunk_tokens_, prompt_.size() - fed_tokens_);
@@ -26,7 +26,6 @@ v1::StepFrame Generation::next_step(int64_t now_us) {
             frame.set_step_timeout_ms(step_timeout_ms_);
         }
         fed_tokens_ += n;
-        ready_since_us_ = now_us;
     } else {
         frame.set_position(start_ + static_cast<uint32_t>(prompt_.size()) + generated_tokens_ - 1);
         frame.add_tokens(last_token_);
@@ -83,7 +82,6 @@ bool Generation::on_sampled(const v1::SampledFrame & frame, bool is_eog, int64_t
         finish(v1::FINISH_CAPACITY, now_us);
     } else {
         decode_ready_ = true;
-        ready_since_us_ = now_us;
     }
     return true;
 }

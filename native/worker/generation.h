@@ -33,17 +33,13 @@ class Generation {
     bool next_is_prefill() const {
         return fed_tokens_ < prompt_.size();
     }
-    // Since when the next step could have run.
-    int64_t ready_since_us() const {
-        return ready_since_us_;
-    }
     bool awaits_sample() const {
         return awaits_sample_;
     }
 
     // The next step (has_step()); the caller adds hash and boundary. The first one rolls every hop back to its
     // position, so that nothing a cancelled generation left behind is kept.
-    v1::StepFrame next_step(int64_t now_us);
+    v1::StepFrame next_step();
 
     // `n` more prompt tokens are computed by the next hop.
     void on_prefill_done(uint32_t n);
@@ -80,7 +76,6 @@ class Generation {
     bool decode_ready_ = false;   // last_token_ waits to be fed back
     bool awaits_sample_ = false;  // a step that samples is on its way
     bool finished_ = false;
-    int64_t ready_since_us_;
     int64_t first_token_us_ = 0;
 };
 

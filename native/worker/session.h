@@ -49,6 +49,7 @@ struct Session {
     std::unique_ptr<Generation> generation;  // head, while one runs
     uint64_t generation_no = 0;              // rises whenever a generation starts or ends
     bool computing = false;
+    int64_t ready_since_us = 0;  // head: when the next step could have run at the earliest
     uint64_t last_served = 0;
     std::vector<std::function<void()>> when_idle;  // run when `computing` ends
 

@@ -337,6 +337,7 @@ Refusal Worker::generate(const v1::GenerateRequest & original, std::shared_ptr<E
                     request.cached_tokens(), session->history.length()};
         }
         session->last_activity_us = now;
+        session->ready_since_us = now;
         session->step_timeout_us =
             (request.step_timeout_ms() > 0 ? int64_t{request.step_timeout_ms()} : options_.step_timeout_ms) * 1000;
         session->generation = std::make_unique<Generation>(request, session->token_capacity, sink, now);

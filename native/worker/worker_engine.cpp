@@ -108,8 +108,8 @@ bool Worker::take_job(const SessionPtr & session, Job & job, Effects & effects) 
     s.last_activity_us = now;
     int64_t ready_since_us = 0;
     if (s.is_head()) {
-        ready_since_us = s.generation->ready_since_us();
-        job.frame = s.generation->next_step(now);
+        ready_since_us = s.ready_since_us;
+        job.frame = s.generation->next_step();
         job.generation_no = s.generation_no;
     } else {
         job.frame = std::move(s.inbox.front().frame);
@@ -282,6 +282,7 @@ void Worker::commit(Job & job, Effects & effects) {
     const auto n = static_cast<uint32_t>(job.frame.tokens_size());
     s.computing = false;
     s.last_activity_us = now_us();
+    s.ready_since_us = s.last_activity_us;
     if (job.cache_lost) {
         s.history.truncate(0);
         if (const int32_t sequence = std::exchange(s.sequence, -1); sequence >= 0) {

@@ -116,6 +116,7 @@ void Worker::sampled(Session & session, const v1::SampledFrame & frame, Effects 
         end_generation(session, effects);
     } else {
         effects.flushes.push_back(generation.shared_sink());
+        session.ready_since_us = now_us();
         engine_wake_.notify_one();
     }
 }
@@ -258,6 +259,7 @@ void Worker::on_credit(const CreditReport & report) {
                 effects.flushes.push_back(s.generation->shared_sink());
             }
             if (was_full) {
+                s.ready_since_us = s.last_activity_us;
                 engine_wake_.notify_one();
             }
         }

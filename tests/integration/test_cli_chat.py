@@ -96,7 +96,7 @@ async def test_ctrl_c_stops_an_answer_and_not_the_conversation(net: Mesh) -> Non
     assert process.stdout is not None
     process.stdin.write(b"Hello\n")
     await line_with(process.stdout, "Talking to")
-    await process.stdout.read(len("> ") + 1)  # the prompt and the first piece of the answer
+    await process.stdout.readexactly(len("> ") + 1)  # the prompt and the first piece of the answer
     process.send_signal(signal.SIGINT)
     await line_with(process.stdout, "(stopped)")
     ran = await finish(process)  # closes standard input: the end of the conversation
