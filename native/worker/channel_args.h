@@ -9,7 +9,7 @@ namespace meshnet {
 // soon; an own connection per link; no HTTP proxy.
 grpc::ChannelArguments seam_channel_arguments();
 
-// The worker's server: the same pings towards callers, and tolerance for theirs.
+// The worker's server: tolerance for those pings, and slow ones of its own towards callers.
 void apply_server_arguments(grpc::ServerBuilder & builder);
 
 }  // namespace meshnet

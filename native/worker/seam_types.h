@@ -67,6 +67,7 @@ struct SentFrame {
     uint64_t epoch = 0;
     bool is_failure = false;      // a FailureFrame: outside the window
     uint32_t prefill_tokens = 0;  // prompt tokens in it
+    uint64_t generation_no = 0;   // head: see Session
     int64_t sent_us = 0;
 };
 

@@ -329,6 +329,7 @@ void Worker::commit(Job & job, Effects & effects) {
         frame.mutable_step()->Swap(&job.frame);
         SentFrame sent;
         sent.prefill_tokens = frame.step().prefill() ? n : 0;
+        sent.generation_no = job.generation_no;
         send(s, std::move(frame), std::move(sent), effects);
         return;
     }

@@ -194,7 +194,11 @@ void Worker::report_failure(Session & session, Effects & effects) {
     frame.set_session_id(session.id);
     frame.set_epoch(session.epoch);
     session.failure_report_pending = true;
-    effects.sends.push_back({session.head_link, std::move(frame), {session.id, session.epoch, true, 0, 0}});
+    SentFrame sent;
+    sent.session_id = session.id;
+    sent.epoch = session.epoch;
+    sent.is_failure = true;
+    effects.sends.push_back({session.head_link, std::move(frame), std::move(sent)});
 }
 
 void Worker::end_generation(Session & session, Effects & effects) {
@@ -254,7 +258,8 @@ void Worker::on_credit(const CreditReport & report) {
         } else {
             const bool was_full = !s.window_open();
             s.unacknowledged_frames -= s.unacknowledged_frames > 0 ? 1 : 0;
-            if (s.generation != nullptr && report.frame.prefill_tokens > 0) {
+            if (s.generation != nullptr && report.frame.generation_no == s.generation_no &&
+                report.frame.prefill_tokens > 0) {
                 s.generation->on_prefill_done(report.frame.prefill_tokens);
                 effects.flushes.push_back(s.generation->shared_sink());
             }
