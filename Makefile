@@ -95,6 +95,7 @@ test-native: native
 	@ctest --test-dir build/native --output-on-failure --no-tests=error --timeout 300
 
 test-integration: venv native models packages-test
+	@$(UPSTREAM) unpatched --target $(BENCH_TARGETS)
 	$(call section,integration tests)
 	@$(PYTEST) tests/integration
 

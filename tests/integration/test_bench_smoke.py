@@ -58,11 +58,9 @@ def test_routes_of_real_workers_are_timed_and_followed(tmp_path: Path) -> None:
     assert found["build_id"] in told
 
 
-@pytest.mark.skipif(
-    not all(os.access(UNPATCHED / name, os.X_OK) for name in (BENCH, RPC_SERVER)),
-    reason="llama.cpp's own benchmark is not built; `make bench` builds it",
-)
 def test_llama_cpp_is_timed_beside_a_route(tmp_path: Path) -> None:
+    missing = [name for name in (BENCH, RPC_SERVER) if not os.access(UNPATCHED / name, os.X_OK)]
+    assert not missing, f"{', '.join(missing)} not built: run `make test-integration`, which builds them"
     found, _ = run_to_end(tmp_path / "b.json", "--only", "whole,two-shard,rpc")
     assert set(found["decode"]) == set(found["prefill"]) == {WHOLE, TWO_SHARD, RPC}
     (decode_target,) = found["targets"]
