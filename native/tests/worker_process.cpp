@@ -9,6 +9,8 @@
 
 #include <chrono>
 #include <csignal>
+#include <cstring>
+#include <stdexcept>
 #include <thread>
 
 #include "tests/worker_support.h"
@@ -38,12 +40,16 @@ class Process {
         posix_spawn_file_actions_init(&actions);
         posix_spawn_file_actions_adddup2(&actions, in[0], STDIN_FILENO);
         posix_spawn_file_actions_adddup2(&actions, out[1], STDOUT_FILENO);
-        EXPECT_EQ(posix_spawn(&pid_, MESHNET_SHARD_BINARY, &actions, nullptr, argv.data(), environ), 0);
+        const int error = posix_spawn(&pid_, MESHNET_SHARD_BINARY, &actions, nullptr, argv.data(), environ);
         posix_spawn_file_actions_destroy(&actions);
         close(in[0]);
         close(out[1]);
         stdin_ = in[1];
         stdout_ = out[0];
+        if (error != 0) {
+            pid_ = 0;
+            throw std::runtime_error(std::string("cannot start ") + MESHNET_SHARD_BINARY + ": " + strerror(error));
+        }
     }
 
     ~Process() {
@@ -58,8 +64,11 @@ class Process {
     Process(const Process &) = delete;
     Process & operator=(const Process &) = delete;
 
+    // Never to anything but this one child: 0 and negative numbers mean many processes to kill().
     void signal(int number) const {
-        kill(pid_, number);
+        if (pid_ > 0 && !waited_) {
+            kill(pid_, number);
+        }
     }
 
     void close_stdin() {
@@ -90,7 +99,7 @@ class Process {
     }
 
   private:
-    pid_t pid_ = -1;
+    pid_t pid_ = 0;
     int stdin_ = -1;
     int stdout_ = -1;
     bool waited_ = false;

@@ -99,8 +99,10 @@ int main(int argc, char ** argv) {
                     static_cast<double>(s.sample_us()) / n_tokens, static_cast<double>(s.network_us()) / n_tokens);
     }
     for (const pid_t pid : workers) {
-        kill(pid, SIGKILL);
-        waitpid(pid, nullptr, 0);
+        if (pid > 0) {  // kill(-1) would mean every process
+            kill(pid, SIGKILL);
+            waitpid(pid, nullptr, 0);
+        }
     }
     return 0;
 }
