@@ -103,8 +103,7 @@ TEST_P(Batches, OtherSettings) {
     std::vector<EngineConfig> configs(3, tiny_config(GetParam()));
     configs[0].weights_mmap = false;
     configs[1].kv_type_k = "q8_0";
-    configs[1].kv_type_v = GetParam() == "deepseek4" || GetParam() == "glm-dsa" ? "f16" : "q8_0";
-    configs[2].threads = 3;
+    configs[1].kv_type_v = "q8_0";
     configs[2].flash_attention = false;
     Generation generation;
     generation.prompt = tokens(150, 1);
