@@ -178,6 +178,7 @@ llama_context_params context_params(const EngineConfig & config, ggml_type type_
 class LlamaEngine final : public ShardEngine {
   public:
     Status load(const EngineConfig & config);
+    Status needs(const EngineConfig & config, RangeNeeds & needs);
 
     const EngineDescription & describe() const override {
         return description_;
@@ -201,6 +202,7 @@ class LlamaEngine final : public ShardEngine {
 
     Status check_open(int32_t sequence) const;
     Status check(const std::vector<Step> & steps) const;
+    Status prepare(const EngineConfig & config, EngineConfig & actual, ggml_type & type_k, ggml_type & type_v);
     Status probe(const EngineConfig & config, ggml_type type_k, ggml_type type_v);
     void forget(const std::vector<Step> & steps, bool untouched);
 
@@ -234,10 +236,11 @@ Status LlamaEngine::probe(const EngineConfig & config, ggml_type type_k, ggml_ty
         return {Code::invalid_argument,
                 "cannot read model '" + config.model_path + "': " + LogCapture::instance().take()};
     }
+    // With the session's own length: some graphs read other weights in long contexts (rope factors). Nothing is
+    // allocated, so that one sequence and short steps only save the time to build for more.
     EngineConfig small = config;
     small.sequences = 1;
-    small.session_tokens = std::min(config.session_tokens, 512u);
-    small.step_tokens = std::min(config.step_tokens, small.session_tokens);
+    small.step_tokens = std::min({config.step_tokens, config.session_tokens, 512u});
     const ContextPtr context(llama_init_from_model(model.get(), context_params(small, type_k, type_v)));
     if (!context) {
         return {Code::invalid_argument,
@@ -284,10 +287,10 @@ Status LlamaEngine::probe(const EngineConfig & config, ggml_type type_k, ggml_ty
     return to_schema(info.out, description_.boundary_out);
 }
 
-Status LlamaEngine::load(const EngineConfig & config) {
-    LogCapture & log = LogCapture::instance();
-    log.take();
-
+// Checks the configuration and probes the model; `actual` is the configuration with its defaults filled in.
+Status LlamaEngine::prepare(const EngineConfig & config, EngineConfig & actual, ggml_type & type_k,
+                            ggml_type & type_v) {
+    LogCapture::instance().take();
     std::error_code error;
     if (!std::filesystem::is_regular_file(config.model_path, error)) {
         return {Code::not_found, "no model file at '" + config.model_path + "'"};
@@ -303,21 +306,37 @@ Status LlamaEngine::load(const EngineConfig & config) {
     if (config.step_tokens == 0 || config.step_outputs == 0) {
         return {Code::invalid_argument, "a step needs at least one token and one output"};
     }
-    ggml_type type_k;
-    ggml_type type_v;
     if (Status status = parse_kv_type(config.kv_type_k, type_k); !status.ok()) {
         return status;
     }
     if (Status status = parse_kv_type(config.kv_type_v, type_v); !status.ok()) {
         return status;
     }
-    EngineConfig actual = config;
+    actual = config;
     if (actual.threads <= 0) {
         actual.threads = static_cast<int32_t>(std::max(1u, std::thread::hardware_concurrency()));
     }
     actual.step_tokens = std::min(actual.step_tokens, actual.session_tokens);
+    return probe(actual, type_k, type_v);
+}
 
-    if (Status status = probe(actual, type_k, type_v); !status.ok()) {
+Status LlamaEngine::needs(const EngineConfig & config, RangeNeeds & needs) {
+    EngineConfig actual;
+    ggml_type type_k;
+    ggml_type type_v;
+    if (Status status = prepare(config, actual, type_k, type_v); !status.ok()) {
+        return status;
+    }
+    needs = {description_.n_layer, description_.layers, globals_};
+    return Status::success();
+}
+
+Status LlamaEngine::load(const EngineConfig & config) {
+    LogCapture & log = LogCapture::instance();
+    EngineConfig actual;
+    ggml_type type_k;
+    ggml_type type_v;
+    if (Status status = prepare(config, actual, type_k, type_v); !status.ok()) {
         return status;
     }
 
@@ -651,6 +670,14 @@ Status make_llama_engine(const EngineConfig & config, std::unique_ptr<ShardEngin
         return Status::success();
     } catch (const std::exception & e) {
         return {Code::engine_failure, "cannot load '" + config.model_path + "': " + e.what()};
+    }
+}
+
+Status llama_range_needs(const EngineConfig & config, RangeNeeds & needs) {
+    try {
+        return LlamaEngine().needs(config, needs);
+    } catch (const std::exception & e) {
+        return {Code::engine_failure, "cannot read '" + config.model_path + "': " + e.what()};
     }
 }
 

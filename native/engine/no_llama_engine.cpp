@@ -9,4 +9,9 @@ Status make_llama_engine(const EngineConfig & config, std::unique_ptr<ShardEngin
             "this worker was built without the llama.cpp engine; cannot load " + config.model_path};
 }
 
+Status llama_range_needs(const EngineConfig & config, RangeNeeds &) {
+    return {Code::engine_failure,
+            "this worker was built without the llama.cpp engine; cannot read " + config.model_path};
+}
+
 }  // namespace meshnet

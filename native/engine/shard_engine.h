@@ -172,6 +172,16 @@ class ShardEngine {
 // Loads the range with llama.cpp. On failure `engine` is empty and the status says which file and why.
 Status make_llama_engine(const EngineConfig & config, std::unique_ptr<ShardEngine> & engine);
 
+// What a range reads, told by the model's graph before any weight of it is there.
+struct RangeNeeds {
+    uint32_t n_layer = 0;
+    LayerRange layers;
+    std::vector<std::string> shared_tensors;  // of no layer: embedding, head, tables that several layers read
+};
+
+// Reads metadata alone (the header of every file of the model; weights may be holes). Refuses as loading would.
+Status llama_range_needs(const EngineConfig & config, RangeNeeds & needs);
+
 // A deterministic engine for tests of everything around it: 256 byte tokens plus BOS and EOS, any number of layers,
 // logits that depend on every token of the prefix and on every layer of the route. `model_path` is ignored but
 // "test:<n_layer>[:<us_per_layer_token>[:<boundary_tensors>]]" sets its size, speed (busy compute time) and whether

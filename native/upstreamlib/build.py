@@ -19,6 +19,11 @@ TOOLS = ("git", "cmake", "ninja", "c++")
 
 _NEED_BYTES = 600_000_000
 
+#: Of the build on this kind of machine. No AMX: GCC 12 drops the stores to the tile configuration (its intrinsic claims
+#: to read 8 of the 64 bytes), so that the first matrix product ends in SIGILL; and ggml's AMX kernels copy all weights
+#: into memory of their own instead of using them where they are mapped.
+MACHINE_FLAGS = ("-mno-amx-tile", "-mno-amx-int8", "-mno-amx-bf16") if platform.machine() == "x86_64" else ()
+
 
 def jobs() -> int:
     """How many compilers to run at once: ``MESHNET_JOBS``, or one per core."""
@@ -38,6 +43,7 @@ def build_id(pins: Pins, compatibility_id: str) -> str:
         _, targets, _ = capture([*compiler.split(), "-march=native", "-Q", "--help=target"])
         march = re.search(r"^\s+-march=\s+(\S+)", targets, re.MULTILINE)
         flags.append(f"march={march.group(1) if march else 'native'}")
+    flags += MACHINE_FLAGS
     flags += [f"{name}={os.environ[name]}" for name in ("CFLAGS", "CXXFLAGS") if os.environ.get(name)]
     text = f"{compatibility_id}+{name}-{version.strip()}+{','.join(flags)}"
     return re.sub(r"[^A-Za-z0-9:+._/=,-]", "_", text)[:1000]
@@ -46,7 +52,12 @@ def build_id(pins: Pins, compatibility_id: str) -> str:
 def common_settings(pins: Pins) -> list[str]:
     """CMake settings of every build, patched or not."""
     # Named here, or llama.cpp would ask git and compile the answer into every file of ggml.
-    return [*pins.build_options, f"LLAMA_BUILD_COMMIT={pins.commit[:12]}", "LLAMA_BUILD_NUMBER=0"]
+    flags = {
+        f"CMAKE_{language}_FLAGS": " ".join((os.environ.get(variable, ""), *MACHINE_FLAGS)).strip()
+        for language, variable in (("C", "CFLAGS"), ("CXX", "CXXFLAGS"))
+    }
+    flag_options = [f"{name}={value}" for name, value in flags.items() if value]
+    return [*pins.build_options, *flag_options, f"LLAMA_BUILD_COMMIT={pins.commit[:12]}", "LLAMA_BUILD_NUMBER=0"]
 
 
 def run(root: Path, source: Path, build: Path, settings: Sequence[str], targets: Sequence[str]) -> None:

@@ -98,6 +98,8 @@ std::vector<Flag> flag_table(Flags & f) {
          number(w.connect_timeout_ms, 1, day_ms)},
         {"--drain-timeout-s", "N", "time for open sessions to end after SIGTERM (default 30)",
          number(f.drain_timeout_s, 0, 86'400)},
+        {"--needs", nullptr, "print which tensors outside its layers the range reads (metadata only) and exit",
+         on(f.needs)},
         {"--describe", nullptr, "print the description as one JSON line and exit", on(f.describe)},
         {"--exit-with-parent", nullptr, "exit when standard input closes", on(f.exit_with_parent)},
         {"--help", nullptr, "print this", on(f.help)},

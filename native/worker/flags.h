@@ -16,6 +16,7 @@ struct Flags {
     std::string listen = "127.0.0.1:0";
     int64_t drain_timeout_s = 30;
     bool describe = false;
+    bool needs = false;
     bool exit_with_parent = false;
     bool help = false;
 };

@@ -53,6 +53,21 @@ int report_failure(const std::string & code, const std::string & message) {
     return exit_load;
 }
 
+int report_needs(const EngineConfig & config) {
+    RangeNeeds needs;
+    if (const Status status = llama_range_needs(config, needs); !status.ok()) {
+        return report_failure(code_name(status.code), status.message);
+    }
+    std::string names;
+    for (const std::string & name : needs.shared_tensors) {
+        names += (names.empty() ? "" : ",") + json_string(name);
+    }
+    print_line("{\"event\":\"needs\",\"n_layer\":" + std::to_string(needs.n_layer) +
+               ",\"start\":" + std::to_string(needs.layers.start) + ",\"end\":" + std::to_string(needs.layers.end) +
+               ",\"shared_tensors\":[" + names + "]}");
+    return 0;
+}
+
 // SIGTERM, SIGINT and a closed standard input, as something to wait for.
 class StopRequests {
   public:
@@ -117,6 +132,9 @@ int run(Flags flags) {
             std::fputs("meshnet-shard: MESHNET_WORKER_KEY must be hex digits\n", stderr);
             return exit_usage;
         }
+    }
+    if (flags.needs) {
+        return report_needs(flags.engine);
     }
     std::unique_ptr<ShardEngine> engine;
     const auto loaded =
