@@ -1,18 +1,21 @@
-"""Reads the metadata of a GGUF file in bounded time, whatever the file claims about itself.
+"""Reads metadata and tensor table of a GGUF file in bounded time, whatever the file claims about itself.
 
 The ``gguf`` package's reader keeps one array view per vocabulary entry (seconds for a large vocabulary) and trusts
 the counts in the file, so that a few hostile bytes keep it busy for ever. Here every count is checked against the
-bytes that are left, arrays are stepped over, and only scalars and strings are kept. Tensor data is never read.
+bytes that are left, arrays are stepped over, and only scalars and strings are kept; types and block sizes are the
+package's. Tensor data is never read, and need not be there.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import mmap
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gguf.constants import GGUF_MAGIC, GGUFValueType
+from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGUF_MAGIC, GGMLQuantizationType, GGUFValueType
 
 from meshnet.errors import ArtifactError
 
@@ -25,6 +28,8 @@ MAX_TENSORS = 1_000_000
 MAX_STEPPED_ELEMENTS = 20_000_000
 MAX_NAME_BYTES = 65_535
 MAX_TEXT_BYTES = 16 << 20
+MAX_DIMENSIONS = 4
+MAX_ALIGNMENT = 1 << 20
 
 Scalar = int | float | bool | str
 
@@ -47,13 +52,41 @@ _HEADER = struct.Struct("<IIQQ")
 
 
 @dataclass(frozen=True)
+class GgufTensor:
+    """One entry of the tensor table. ``shape`` has the fastest-moving dimension first; ``offset`` counts from the
+    beginning of the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    size_bytes: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.size_bytes
+
+
+@dataclass(frozen=True)
 class GgufHeader:
-    """Scalar and string metadata of one file; arrays are left out. ``n_tensors`` counts this file's tensors."""
+    """Scalar and string metadata and the tensors of one file; arrays are left out.
+
+    ``header_bytes`` is where tensor data may begin: magic, metadata, tensor table and padding. ``array_spans`` are the
+    byte ranges of the arrays' values, half-open, by key.
+    """
 
     path: Path
     version: int
-    n_tensors: int
     values: dict[str, Scalar]
+    array_spans: dict[str, tuple[int, int]]
+    tensors: tuple[GgufTensor, ...]
+    header_bytes: int
+    size_bytes: int
+
+    @property
+    def n_tensors(self) -> int:
+        """Of this file alone."""
+        return len(self.tensors)
 
     def text(self, key: str) -> str | None:
         """The string at ``key``, or None if there is none.
@@ -118,6 +151,7 @@ class _Walker:
         self.size = len(data)
         self.at = 0
         self.stepped = 0
+        self.array_spans: dict[str, tuple[int, int]] = {}
 
     def header(self) -> GgufHeader:
         _, version, n_tensors, n_keys = _HEADER.unpack_from(self.data)
@@ -134,9 +168,11 @@ class _Walker:
             value = self.value(self.type(key), key)
             if value is not None:
                 values[key] = value
-        for _ in range(n_tensors):
-            self.tensor()
-        return GgufHeader(self.path, version, n_tensors, values)
+        unplaced = [self.tensor() for _ in range(n_tensors)]
+        header_bytes = self.header_end(values, empty=not unplaced)
+        tensors = tuple(self.placed(tensor, header_bytes) for tensor in unplaced)
+        self.check_distinct(tensors)
+        return GgufHeader(self.path, version, values, self.array_spans, tensors, header_bytes, self.size)
 
     def malformed(self, what: str) -> ArtifactError:
         return ArtifactError(f"{self.path} is malformed: {what}; fetch it again")
@@ -186,7 +222,8 @@ class _Walker:
         if kind is GGUFValueType.ARRAY:
             raise self.malformed(f"{what} is nested")
         if kind in _SCALARS:
-            self.take(count * _SCALARS[kind].size, what)
+            begin = self.take(count * _SCALARS[kind].size, what)
+            self.array_spans[key] = (begin, self.at)
             return
         # Each string takes 8 bytes at least: the count is checked before the first step.
         if count * 8 > self.size - self.at:
@@ -199,11 +236,53 @@ class _Walker:
             if at > last:
                 raise ArtifactError(f"{self.path} is truncated: it ends inside {what}; fetch it again")
             at += 8 + unpack(data, at)[0]
-        self.take(at - self.at, what)
+        begin = self.take(at - self.at, what)
+        self.array_spans[key] = (begin, self.at)
 
-    def tensor(self) -> None:
+    def tensor(self) -> GgufTensor:
+        """The next entry of the table; its offset still counts from the end of the header."""
         name = self.text(MAX_NAME_BYTES, "a tensor name")
-        n_dims = self.u32(f"tensor {name!r}")
-        if n_dims > 4:
-            raise self.malformed(f"tensor {name!r} has {n_dims} dimensions")
-        self.take(n_dims * 8 + 4 + 8, f"tensor {name!r}")
+        what = f"tensor {name!r}"
+        n_dims = self.u32(what)
+        if n_dims > MAX_DIMENSIONS:
+            raise self.malformed(f"{what} has {n_dims} dimensions")
+        shape = tuple(self.u64(what) for _ in range(n_dims))
+        number = self.u32(what)
+        offset = self.u64(what)
+        try:
+            dtype = GGMLQuantizationType(number)
+            block_elements, block_bytes = GGML_QUANT_SIZES[dtype]
+        except (ValueError, KeyError):
+            raise self.malformed(f"{what} has the unknown type {number}") from None
+        n_elements = math.prod(shape)
+        if n_elements == 0 or (shape[0] if shape else 1) % block_elements != 0:
+            raise self.malformed(f"{what} of type {dtype.name} has the impossible shape {list(shape)}")
+        return GgufTensor(name, dtype.name, shape, offset, n_elements // block_elements * block_bytes)
+
+    def header_end(self, values: dict[str, Scalar], *, empty: bool) -> int:
+        alignment = values.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
+        if isinstance(alignment, bool) or not isinstance(alignment, int) or not 1 <= alignment <= MAX_ALIGNMENT:
+            raise self.malformed(f"it asks for the alignment {alignment!r}")
+        end = -(-self.at // alignment) * alignment
+        # A file without tensors may end right after its table.
+        return min(end, self.size) if empty else end
+
+    def placed(self, tensor: GgufTensor, header_bytes: int) -> GgufTensor:
+        placed = replace(tensor, offset=header_bytes + tensor.offset)
+        if placed.end > self.size:
+            raise ArtifactError(
+                f"{self.path} is truncated: tensor {tensor.name!r} ends at byte {placed.end} of {self.size}; "
+                "fetch it again"
+            )
+        return placed
+
+    def check_distinct(self, tensors: tuple[GgufTensor, ...]) -> None:
+        names: set[str] = set()
+        for tensor in tensors:
+            if tensor.name in names:
+                raise self.malformed(f"tensor {tensor.name!r} occurs twice")
+            names.add(tensor.name)
+        in_order = sorted(tensors, key=lambda tensor: tensor.offset)
+        for before, after in itertools.pairwise(in_order):
+            if after.offset < before.end:
+                raise self.malformed(f"tensors {before.name!r} and {after.name!r} overlap")
