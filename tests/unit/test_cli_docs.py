@@ -13,7 +13,18 @@ from meshnet.cli.main import app
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = (ROOT / "docs" / "operations.md").read_text()
-COMMANDS: dict[str, Any] = dict(getattr(typer.main.get_command(app), "commands", {}))
+
+
+def commands_of(group: Any, prefix: str = "") -> dict[str, Any]:
+    """All commands, those of groups as ``group command``."""
+    found: dict[str, Any] = {}
+    for name, command in getattr(group, "commands", {}).items():
+        inner = commands_of(command, f"{prefix}{name} ")
+        found |= inner or {f"{prefix}{name}": command}
+    return found
+
+
+COMMANDS = commands_of(typer.main.get_command(app))
 
 
 def section(command: str) -> str:
@@ -23,7 +34,16 @@ def section(command: str) -> str:
 
 
 def test_there_are_commands() -> None:
-    assert set(COMMANDS) == {"serve", "node", "chat", "status", "demo", "doctor"}
+    assert set(COMMANDS) == {
+        "serve",
+        "node",
+        "chat",
+        "status",
+        "demo",
+        "doctor",
+        "artifact create",
+        "artifact inspect",
+    }
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))

@@ -39,7 +39,7 @@ class Bundle:
     def artifact(self) -> Artifact:
         return self.manifest.artifact
 
-    @property
+    @cached_property
     def digest(self) -> str:
         return self.manifest.digest
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -15,12 +16,14 @@ from meshnet.artifact.bundle import Bundle
 from meshnet.artifact.gguf_header import GgufHeader, GgufTensor
 from meshnet.artifact.hashing import Progress, hash_files
 from meshnet.artifact.manifest import (
-    MIN_PIECE_BYTES,
+    FILE_NAME_PATTERN,
+    MAX_PIECE_BYTES,
     Artifact,
     FileRecord,
     Manifest,
     Role,
     TensorRecord,
+    first_fault,
 )
 from meshnet.artifact.pieces import choose_piece_bytes
 from meshnet.artifact.splits import read_model_headers
@@ -28,6 +31,9 @@ from meshnet.errors import ArtifactError
 
 _LAYER = re.compile(r"^blk\.(\d{1,6})\.")
 _UNHASHED = "0" * 64
+_FILE_NAME = re.compile(FILE_NAME_PATTERN)
+_URL = re.compile(r"[!-~]{1,2000}")
+_CHUNK_BYTES = 4 << 20
 #: Metadata that decides which token a text becomes.
 _TOKENIZER_PREFIX = "tokenizer.ggml."
 
@@ -51,25 +57,17 @@ def create_bundle(
     headers = read_model_headers(path)
     paths = [header.path for header in headers]
     described = describe(headers)
+    # Before the long part: names and web seeds that cannot be.
+    manifest = _manifest(described, paths, name or default_name(path), web_seeds)
     hashes = hash_files(paths, described.piece_bytes, threads=threads, progress=progress)
+    if [(found.size_bytes, found.mtime_ns) for found in hashes] != [(one.size_bytes, one.mtime_ns) for one in headers]:
+        raise ArtifactError(f"{path} changed while it was read; try again when it is complete")
     files = tuple(
         record.model_copy(update={"sha256": found.sha256, "pieces_root": found.pieces_root.hex()})
         for record, found in zip(described.files, hashes, strict=True)
     )
-    if [found.size_bytes for found in hashes] != [header.size_bytes for header in headers]:
-        raise ArtifactError(f"{path} changed while it was read; try again when it is complete")
     artifact = described.model_copy(update={"files": files})
-    directory, names, seeds = _placed(paths, web_seeds)
-    try:
-        manifest = Manifest(
-            name=name or default_name(path), directory=directory, file_names=names, web_seeds=seeds, artifact=artifact
-        )
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        raise ArtifactError(
-            f"no manifest can be made of {path}: {'.'.join(map(str, first['loc']))}: {first['msg']}"
-        ) from None
-    return Bundle.of(manifest, [found.piece_layer for found in hashes])
+    return Bundle.of(manifest.model_copy(update={"artifact": artifact}), [found.piece_layer for found in hashes])
 
 
 def describe(headers: Sequence[GgufHeader]) -> Artifact:
@@ -82,9 +80,9 @@ def describe(headers: Sequence[GgufHeader]) -> Artifact:
     architecture = first.text("general.architecture")
     if not architecture:
         raise ArtifactError(f"{first.path} does not name its architecture (general.architecture); it is not a model")
-    n_layer = first.count(f"{architecture}.block_count")
-    if not n_layer:
-        raise ArtifactError(f"{first.path} does not say how many layers it has ({architecture}.block_count)")
+    n_layer = _layer_count(headers, architecture)
+    if not any(header.tensors for header in headers):
+        raise ArtifactError(f"{first.path} holds no tensors; it is not a model")
     try:
         artifact = Artifact(
             architecture=architecture,
@@ -96,7 +94,7 @@ def describe(headers: Sequence[GgufHeader]) -> Artifact:
             source=_short(first.text("general.source.url") or first.text("general.url")),
             tokenizer_digest=_tokenizer_digest(first),
             template_digest=_digest_of(first.text("tokenizer.chat_template")),
-            piece_bytes=MIN_PIECE_BYTES,
+            piece_bytes=MAX_PIECE_BYTES,
             files=tuple(
                 FileRecord(
                     size_bytes=header.size_bytes,
@@ -111,9 +109,7 @@ def describe(headers: Sequence[GgufHeader]) -> Artifact:
             ),
         )
     except ValidationError as error:
-        fault = error.errors(include_url=False, include_context=False)[0]
-        where = ".".join(map(str, fault["loc"])) or "it"
-        raise ArtifactError(f"{first.path} is not a model that Meshnet can serve: {where}: {fault['msg']}") from None
+        raise ArtifactError(f"{first.path} is not a model that Meshnet can serve: {first_fault(error)}") from None
     return artifact.model_copy(update={"piece_bytes": choose_piece_bytes(artifact)})
 
 
@@ -124,6 +120,36 @@ def default_name(path: Path) -> str:
     if not name:
         raise ArtifactError(f"no name can be made from {path.name!r}; give one")
     return name
+
+
+def _layer_count(headers: Sequence[GgufHeader], architecture: str) -> int:
+    """Layers of the chain: without those that predict further tokens, which belong to no shard."""
+    first = headers[0]
+    blocks = first.count(f"{architecture}.block_count")
+    if not blocks:
+        raise ArtifactError(f"{first.path} does not say how many layers it has ({architecture}.block_count)")
+    predicting = first.count(f"{architecture}.nextn_predict_layers") or 0
+    if predicting >= blocks:
+        raise ArtifactError(f"{first.path} has {blocks} layers, all of which predict further tokens; it is no model")
+    if predicting and architecture == "deepseek4":
+        # As llama.cpp does for this one: files without those layers may still claim to have them.
+        probe = f"blk.{blocks - predicting}.nextn.eh_proj.weight"
+        if not any(tensor.name == probe for header in headers for tensor in header.tensors):
+            predicting = 0
+    return blocks - predicting
+
+
+def _manifest(artifact: Artifact, paths: Sequence[Path], name: str, web_seeds: Sequence[str]) -> Manifest:
+    directory, names, seeds = _placed(paths, web_seeds)
+    try:
+        return Manifest(name=name, directory=directory, file_names=names, web_seeds=seeds, artifact=artifact)
+    except ValidationError as error:
+        if any(fault["loc"] == ("name",) for fault in error.errors()):
+            raise ArtifactError(
+                f"{name!r} is no name for an artifact: write up to 200 letters, digits and : + . _ / @ -, "
+                "beginning with a letter or digit"
+            ) from None
+        raise ArtifactError(f"no manifest can be made of {paths[0]}: {first_fault(error)}") from None
 
 
 def _in_order(header: GgufHeader) -> list[GgufTensor]:
@@ -171,7 +197,12 @@ def _tokenizer_digest(header: GgufHeader) -> str | None:
             if key in header.array_spans:
                 start, end = header.array_spans[key]
                 file.seek(start)
-                digest.update(file.read(end - start))
+                while start < end:
+                    chunk = file.read(min(_CHUNK_BYTES, end - start))
+                    if not chunk:
+                        raise ArtifactError(f"{header.path} became shorter while it was read; try again")
+                    digest.update(chunk)
+                    start += len(chunk)
             else:
                 digest.update(repr(header.values[key]).encode())
             digest.update(b"\0")
@@ -187,28 +218,69 @@ def _short(text: str | None) -> str | None:
 
 
 def _placed(paths: Sequence[Path], web_seeds: Sequence[str]) -> tuple[str | None, tuple[str, ...], tuple[str, ...]]:
-    """Directory, file names and base URLs: web seeds find a file at base / directory / name."""
+    """Directory, file names and base URLs: web seeds find a file at base / directory / name.
+
+    A single file may be called otherwise there than here, and is then named as there; the files of a split set may
+    not, and the directory that holds them there gives the set's directory its name.
+    """
     names = tuple(path.name for path in paths)
+    if not web_seeds:
+        # Then nobody else has a say in what the files are called.
+        names = tuple(re.sub(r"[^A-Za-z0-9._+@=-]+", "-", name).lstrip("-.+@=") for name in names)
     split = len(paths) > 1
-    directory = default_name(paths[0]) if split else None
+    directory = default_name(paths[0]).replace(":", "-") if split else None
     bases = []
     for number, url in enumerate(web_seeds):
-        folder, _, file_name = urlsplit(url).path.rpartition("/")
-        file_name = unquote(file_name)
-        parent, _, folder_name = folder.rpartition("/")
-        if not file_name:
-            raise ArtifactError(f"web seed {url} does not name a file; give the URL of {names[0]}")
+        seed = _WebSeed.of(url)
         if split:
-            if file_name != names[0] or (number and directory != unquote(folder_name)):
+            if seed.file_name != names[0] or not seed.folder or (number and seed.folder != directory):
                 raise ArtifactError(
-                    f"web seed {url} must end in {'DIRECTORY' if not number else directory}/{names[0]}: "
+                    f"web seed {url} must end in {directory if number else 'DIRECTORY'}/{names[0]}: "
                     "the files of a split set are found by their names"
                 )
-            directory = unquote(folder_name)
-        elif number and names != (file_name,):
-            raise ArtifactError(f"web seed {url} calls the file {file_name}, another one {names[0]}; use one name")
+            directory = seed.folder
+            bases.append(seed.above)
+        elif number and names != (seed.file_name,):
+            raise ArtifactError(
+                f"web seed {url} calls the file {seed.file_name}, another one {names[0]}; use one name for both"
+            )
         else:
-            names = (file_name,)
-        parts = urlsplit(url)
-        bases.append(parts._replace(path=f"{parent if split else folder}/", query="", fragment="").geturl())
+            names = (seed.file_name,)
+            bases.append(seed.base)
+    for name in (*names, *([directory] if directory else [])):
+        if not _FILE_NAME.fullmatch(name):
+            raise ArtifactError(
+                f"the name {name!r} cannot be in a torrent that every server serves; "
+                "use up to 200 letters, digits and . _ + @ = - beginning with a letter, digit or _"
+            )
     return directory, names, tuple(bases)
+
+
+@dataclass(frozen=True)
+class _WebSeed:
+    """The URL of a file, taken apart: ``base`` is its directory, ``above`` that one's own."""
+
+    file_name: str
+    folder: str
+    base: str
+    above: str
+
+    @classmethod
+    def of(cls, url: str) -> _WebSeed:
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port
+        except ValueError as error:
+            raise ArtifactError(f"web seed {url!r} is not a URL: {error}") from None
+        if parts.scheme not in ("http", "https") or not host or port == 0 or not _URL.fullmatch(url):
+            raise ArtifactError(f"web seed {url!r} is not a URL; write http(s)://HOST/…/FILE with odd letters as %XX")
+        if parts.username is not None or parts.password is not None:
+            raise ArtifactError(f"web seed URLs become public: leave the name and password for {host} out of it")
+        base_path, _, file_name = parts.path.rpartition("/")
+        above_path, _, folder = base_path.rpartition("/")
+        if not file_name:
+            raise ArtifactError(f"web seed {url} does not name a file; give the URL of the model's (first) file")
+        base, above = (
+            parts._replace(path=f"{path}/", query="", fragment="").geturl() for path in (base_path, above_path)
+        )
+        return cls(unquote(file_name), unquote(folder), base, above)

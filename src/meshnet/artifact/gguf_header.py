@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import mmap
+import os
 import struct
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,11 +24,16 @@ SUPPORTED_VERSIONS = (2, 3)
 
 #: Far above any real model, and small enough that a walk over them takes a moment.
 MAX_KEYS = 65_536
-MAX_TENSORS = 1_000_000
-#: Elements of all nested or string arrays of one file, which must be stepped over one by one.
-MAX_STEPPED_ELEMENTS = 20_000_000
-MAX_NAME_BYTES = 65_535
+MAX_TENSORS = 200_000
+#: Elements of all string arrays of one file, which must be stepped over one by one.
+MAX_STEPPED_ELEMENTS = 10_000_000
+MAX_KEY_BYTES = 65_535
+MAX_TENSOR_NAME_BYTES = 500
+#: Of one text, and of all keys, names and texts of a file, which are kept in memory.
 MAX_TEXT_BYTES = 16 << 20
+MAX_KEPT_BYTES = 64 << 20
+#: Metadata and tensor table; every shard of a model fetches them.
+MAX_HEADER_BYTES = 1 << 30
 MAX_DIMENSIONS = 4
 MAX_ALIGNMENT = 1 << 20
 
@@ -82,6 +88,8 @@ class GgufHeader:
     tensors: tuple[GgufTensor, ...]
     header_bytes: int
     size_bytes: int
+    #: When the file was last written to, as it was read.
+    mtime_ns: int
 
     @property
     def n_tensors(self) -> int:
@@ -126,8 +134,9 @@ def read_header(path: Path) -> GgufHeader:
         with path.open("rb") as file:
             start = file.read(_HEADER.size)
             _check_start(path, start)
+            mtime_ns = os.fstat(file.fileno()).st_mtime_ns
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _Walker(path, data).header()
+                return _Walker(path, data, mtime_ns).header()
     except OSError as error:
         raise ArtifactError(f"{path} cannot be read: {error.strerror}") from error
 
@@ -145,12 +154,14 @@ def _check_start(path: Path, start: bytes) -> None:
 
 
 class _Walker:
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
+    def __init__(self, path: Path, data: mmap.mmap, mtime_ns: int) -> None:
         self.path = path
         self.data = data
+        self.mtime_ns = mtime_ns
         self.size = len(data)
         self.at = 0
         self.stepped = 0
+        self.kept_bytes = 0
         self.array_spans: dict[str, tuple[int, int]] = {}
 
     def header(self) -> GgufHeader:
@@ -161,28 +172,37 @@ class _Walker:
         values: dict[str, Scalar] = {}
         seen: set[str] = set()
         for _ in range(n_keys):
-            key = self.text(MAX_NAME_BYTES, "a metadata key")
+            key = self.name(MAX_KEY_BYTES, "a metadata key")
             if key in seen:
-                raise self.malformed(f"metadata key {key!r} occurs twice")
+                raise self.malformed(f"metadata key {_shown(key)} occurs twice")
             seen.add(key)
             value = self.value(self.type(key), key)
             if value is not None:
                 values[key] = value
         unplaced = [self.tensor() for _ in range(n_tensors)]
-        header_bytes = self.header_end(values, empty=not unplaced)
-        tensors = tuple(self.placed(tensor, header_bytes) for tensor in unplaced)
+        alignment = self.alignment(values)
+        header_bytes = -(-self.at // alignment) * alignment
+        if not unplaced:
+            # A file without tensors may end right after its table.
+            header_bytes = min(header_bytes, self.size)
+        tensors = tuple(self.placed(tensor, header_bytes, alignment) for tensor in unplaced)
         self.check_distinct(tensors)
-        return GgufHeader(self.path, version, values, self.array_spans, tensors, header_bytes, self.size)
+        return GgufHeader(self.path, version, values, self.array_spans, tensors, header_bytes, self.size, self.mtime_ns)
 
     def malformed(self, what: str) -> ArtifactError:
         return ArtifactError(f"{self.path} is malformed: {what}; fetch it again")
+
+    def truncated(self, what: str) -> ArtifactError:
+        return ArtifactError(f"{self.path} is truncated: it ends inside {what}; fetch it again")
 
     def take(self, n_bytes: int, what: str) -> int:
         """Step over ``n_bytes``; the offset where they begin."""
         begin = self.at
         if n_bytes > self.size - begin:
-            raise ArtifactError(f"{self.path} is truncated: it ends inside {what}; fetch it again")
+            raise self.truncated(what)
         self.at = begin + n_bytes
+        if self.at > MAX_HEADER_BYTES:
+            raise self.malformed(f"its metadata and tensor table take more than {MAX_HEADER_BYTES} bytes")
         return begin
 
     def u32(self, what: str) -> int:
@@ -191,32 +211,46 @@ class _Walker:
     def u64(self, what: str) -> int:
         return int(_U64.unpack_from(self.data, self.take(8, what))[0])
 
-    def text(self, max_bytes: int, what: str) -> str:
+    def string(self, max_bytes: int, what: str) -> bytes:
         n_bytes = self.u64(what)
-        if n_bytes > max_bytes and n_bytes <= self.size - self.at:
-            raise self.malformed(f"{what} is {n_bytes} bytes long")
         begin = self.take(n_bytes, what)
-        return self.data[begin : begin + n_bytes].decode("utf-8", errors="replace")
+        if n_bytes > max_bytes:
+            raise self.malformed(f"{what} is {n_bytes} bytes long")
+        self.kept_bytes += n_bytes
+        if self.kept_bytes > MAX_KEPT_BYTES:
+            raise self.malformed(f"its keys, names and texts take more than {MAX_KEPT_BYTES} bytes")
+        return self.data[begin : begin + n_bytes]
+
+    def text(self, what: str) -> str:
+        # Texts are for people, and some converters cut them in the middle of a character.
+        return self.string(MAX_TEXT_BYTES, what).decode("utf-8", errors="replace")
+
+    def name(self, max_bytes: int, what: str) -> str:
+        name = self.string(max_bytes, what)
+        try:
+            return name.decode("utf-8")
+        except UnicodeDecodeError:
+            raise self.malformed(f"{what}, {name[:80]!r}, is not UTF-8") from None
 
     def type(self, key: str) -> GGUFValueType:
-        number = self.u32(f"the type of {key!r}")
+        number = self.u32(f"the type of {_shown(key)}")
         try:
             return GGUFValueType(number)
         except ValueError:
-            raise self.malformed(f"{key!r} has unknown type {number}") from None
+            raise self.malformed(f"{_shown(key)} has unknown type {number}") from None
 
     def value(self, kind: GGUFValueType, key: str) -> Scalar | None:
         if kind is GGUFValueType.STRING:
-            return self.text(MAX_TEXT_BYTES, f"{key!r}")
+            return self.text(_shown(key))
         if kind is GGUFValueType.ARRAY:
             self.array(key)
             return None
         scalar = _SCALARS[kind]
-        value: Scalar = scalar.unpack_from(self.data, self.take(scalar.size, f"{key!r}"))[0]
+        value: Scalar = scalar.unpack_from(self.data, self.take(scalar.size, _shown(key)))[0]
         return value
 
     def array(self, key: str) -> None:
-        what = f"the array {key!r}"
+        what = f"the array {_shown(key)}"
         kind = self.type(key)
         count = self.u64(what)
         if kind is GGUFValueType.ARRAY:
@@ -227,22 +261,24 @@ class _Walker:
             return
         # Each string takes 8 bytes at least: the count is checked before the first step.
         if count * 8 > self.size - self.at:
-            raise ArtifactError(f"{self.path} is truncated: it ends inside {what}; fetch it again")
+            raise self.truncated(what)
         self.stepped += count
         if self.stepped > MAX_STEPPED_ELEMENTS:
             raise self.malformed(f"{what} has {count} elements")
         data, at, last, unpack = self.data, self.at, self.size - 8, _U64.unpack_from
         for _ in range(count):
             if at > last:
-                raise ArtifactError(f"{self.path} is truncated: it ends inside {what}; fetch it again")
+                raise self.truncated(what)
             at += 8 + unpack(data, at)[0]
         begin = self.take(at - self.at, what)
         self.array_spans[key] = (begin, self.at)
 
     def tensor(self) -> GgufTensor:
         """The next entry of the table; its offset still counts from the end of the header."""
-        name = self.text(MAX_NAME_BYTES, "a tensor name")
-        what = f"tensor {name!r}"
+        name = self.name(MAX_TENSOR_NAME_BYTES, "a tensor name")
+        what = f"tensor {_shown(name)}"
+        if not name:
+            raise self.malformed("a tensor has no name")
         n_dims = self.u32(what)
         if n_dims > MAX_DIMENSIONS:
             raise self.malformed(f"{what} has {n_dims} dimensions")
@@ -259,19 +295,24 @@ class _Walker:
             raise self.malformed(f"{what} of type {dtype.name} has the impossible shape {list(shape)}")
         return GgufTensor(name, dtype.name, shape, offset, n_elements // block_elements * block_bytes)
 
-    def header_end(self, values: dict[str, Scalar], *, empty: bool) -> int:
+    def alignment(self, values: dict[str, Scalar]) -> int:
         alignment = values.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
-        if isinstance(alignment, bool) or not isinstance(alignment, int) or not 1 <= alignment <= MAX_ALIGNMENT:
-            raise self.malformed(f"it asks for the alignment {alignment!r}")
-        end = -(-self.at // alignment) * alignment
-        # A file without tensors may end right after its table.
-        return min(end, self.size) if empty else end
+        if (
+            isinstance(alignment, bool)
+            or not isinstance(alignment, int)
+            or not 1 <= alignment <= MAX_ALIGNMENT
+            or alignment & (alignment - 1)
+        ):
+            raise self.malformed(f"it asks for the alignment {str(alignment)[:80]!r}")
+        return alignment
 
-    def placed(self, tensor: GgufTensor, header_bytes: int) -> GgufTensor:
+    def placed(self, tensor: GgufTensor, header_bytes: int, alignment: int) -> GgufTensor:
+        if tensor.offset % alignment:
+            raise self.malformed(f"tensor {_shown(tensor.name)} does not begin at a multiple of {alignment} bytes")
         placed = replace(tensor, offset=header_bytes + tensor.offset)
         if placed.end > self.size:
             raise ArtifactError(
-                f"{self.path} is truncated: tensor {tensor.name!r} ends at byte {placed.end} of {self.size}; "
+                f"{self.path} is truncated: tensor {_shown(tensor.name)} ends at byte {placed.end} of {self.size}; "
                 "fetch it again"
             )
         return placed
@@ -280,9 +321,13 @@ class _Walker:
         names: set[str] = set()
         for tensor in tensors:
             if tensor.name in names:
-                raise self.malformed(f"tensor {tensor.name!r} occurs twice")
+                raise self.malformed(f"tensor {_shown(tensor.name)} occurs twice")
             names.add(tensor.name)
         in_order = sorted(tensors, key=lambda tensor: tensor.offset)
         for before, after in itertools.pairwise(in_order):
             if after.offset < before.end:
-                raise self.malformed(f"tensors {before.name!r} and {after.name!r} overlap")
+                raise self.malformed(f"tensors {_shown(before.name)} and {_shown(after.name)} overlap")
+
+
+def _shown(name: str) -> str:
+    return repr(name) if len(name) <= 80 else f"{name[:80]!r}…"

@@ -29,6 +29,7 @@ class FileHashes:
     """``piece_layer`` holds the 32-byte hash of every piece of the file; ``pieces_root`` is the root of its tree."""
 
     size_bytes: int
+    mtime_ns: int
     sha256: str
     pieces_root: bytes
     piece_layer: bytes
@@ -119,12 +120,14 @@ class _Hashing:
                         settle()
                 while under_way:
                     settle()
-                if os.fstat(file.fileno()).st_size != size_bytes:
+                status = os.fstat(file.fileno())
+                if status.st_size != size_bytes:
                     raise ArtifactError(f"{path} grew while it was read; try again when it is complete")
         except OSError as error:
             raise ArtifactError(f"{path} cannot be read: {error.strerror}") from error
         piece_layer = bytes(layer)
-        return FileHashes(size_bytes, whole.hexdigest(), pieces_root(piece_layer, self._piece_bytes), piece_layer)
+        root = pieces_root(piece_layer, self._piece_bytes)
+        return FileHashes(size_bytes, status.st_mtime_ns, whole.hexdigest(), root, piece_layer)
 
 
 def _piece_hashes(chunk: bytes, piece_bytes: int, *, alone: bool) -> bytes:

@@ -8,6 +8,7 @@ it; they decide how the files are found, not what they are.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -22,15 +23,25 @@ from meshnet.errors import ArtifactError
 #: Of a manifest as text: thousands of tensors take about 150 bytes each.
 MAX_MANIFEST_BYTES = 64 << 20
 MAX_FILES = 10_000
-MAX_TENSORS = 1_000_000
+MAX_TENSORS = 200_000
+#: Every piece has a hash in the torrent and a bit in what peers tell each other.
+MAX_PIECES = 500_000
 MIN_PIECE_BYTES = 16 << 10
 MAX_PIECE_BYTES = 64 << 20
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Size = Annotated[int, Field(ge=0, le=2**53)]
-FileName = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._+@=-]*$")]
+FILE_NAME_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._+@=-]{0,199}$"
+FileName = Annotated[str, Field(pattern=FILE_NAME_PATTERN)]
 Text = Annotated[str, Field(max_length=500)]
-WebSeed = Annotated[str, Field(max_length=2000, pattern=r"^https?://[^\s/]+/[^\s?#]*$")]
+#: The base under which files are found: without query, fragment and credentials.
+WebSeed = Annotated[
+    str,
+    Field(
+        max_length=2000,
+        pattern=r"^https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?/([!-\x22$->@-~]+/)?$",
+    ),
+]
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -61,7 +72,7 @@ class TensorRecord(Noun):
     shape: Annotated[tuple[Annotated[int, Field(ge=1, le=2**53)], ...], Field(max_length=4)]
     file: Annotated[int, Field(ge=0, lt=MAX_FILES)]
     offset: Size
-    size_bytes: Size
+    size_bytes: Annotated[int, Field(ge=1, le=2**53)]
     layer: Annotated[int, Field(ge=0, le=100_000)] | None = None
     role: Role | None = None
 
@@ -89,25 +100,29 @@ class Artifact(Noun):
     architecture: Name
     quantization: Text
     n_layer: Annotated[int, Field(ge=1, le=100_000)]
-    n_ctx_train: Annotated[int, Field(ge=1)] | None
+    n_ctx_train: Annotated[int, Field(ge=1, le=2**53)] | None
     model_name: Text | None
     licence: Text | None
     source: Text | None
     tokenizer_digest: Sha256 | None
     template_digest: Sha256 | None
     piece_bytes: Annotated[int, Field(ge=MIN_PIECE_BYTES, le=MAX_PIECE_BYTES)]
-    files: Annotated[tuple[FileRecord, ...], Field(min_length=1, max_length=MAX_FILES)]
-    tensors: Annotated[tuple[TensorRecord, ...], Field(max_length=MAX_TENSORS)]
+    files: Annotated[tuple[FileRecord, ...], Field(min_length=1, max_length=MAX_FILES, fail_fast=True)]
+    #: In the order of their bytes.
+    tensors: Annotated[tuple[TensorRecord, ...], Field(max_length=MAX_TENSORS, fail_fast=True)]
 
     @model_validator(mode="after")
     def _consistent(self) -> Artifact:
         if self.piece_bytes & (self.piece_bytes - 1):
             raise ValueError(f"piece_bytes {self.piece_bytes} is not a power of two")
-        names: set[str] = set()
-        ends = [record.header_bytes for record in self.files]
         for number, record in enumerate(self.files):
             if record.header_bytes > record.size_bytes:
                 raise ValueError(f"the header of file {number} is larger than the file")
+        n_pieces = sum(-(-record.size_bytes // self.piece_bytes) for record in self.files)
+        if n_pieces > MAX_PIECES:
+            raise ValueError(f"{n_pieces} pieces are too many; {MAX_PIECES} are possible")
+        names: set[str] = set()
+        end = (0, self.files[0].header_bytes)
         for tensor in self.tensors:
             if tensor.name in names:
                 raise ValueError(f"tensor {tensor.name!r} occurs twice")
@@ -116,11 +131,11 @@ class Artifact(Noun):
                 raise ValueError(f"tensor {tensor.name!r} lies outside its file")
             if (tensor.layer is None) == (tensor.role is None):
                 raise ValueError(f"tensor {tensor.name!r} has neither or both of layer and role")
-        # In the order of their bytes, which is also what makes the same files always the same manifest.
-        for tensor in sorted(self.tensors, key=lambda tensor: (tensor.file, tensor.offset)):
-            if tensor.offset < ends[tensor.file]:
-                raise ValueError(f"tensor {tensor.name!r} overlaps what is before it")
-            ends[tensor.file] = tensor.end
+            if tensor.file > end[0]:
+                end = (tensor.file, self.files[tensor.file].header_bytes)
+            if (tensor.file, tensor.offset) < end:
+                raise ValueError(f"tensor {tensor.name!r} overlaps what is before it, or is out of order")
+            end = (tensor.file, tensor.end)
         return self
 
     @property
@@ -135,6 +150,11 @@ class Artifact(Noun):
     @property
     def whole(self) -> LayerRange:
         return LayerRange(start=0, end=self.n_layer)
+
+    def divided(self, n_shards: int) -> list[LayerRange]:
+        """All layers in ``n_shards`` ranges of as equal length as can be."""
+        ends = [number * self.n_layer // n_shards for number in range(n_shards + 1)]
+        return [LayerRange(start=start, end=end) for start, end in itertools.pairwise(ends)]
 
     def headers(self) -> tuple[ByteSpan, ...]:
         """Metadata and tensor table of every file: what it takes to read the model's graph."""
@@ -152,7 +172,7 @@ class Artifact(Noun):
         if layers.end > self.n_layer:
             raise ArtifactError(f"layers {layers} end after the last layer: the model has {self.n_layer} layers")
         if shared_tensors is None:
-            wanted = set(self._by_role(layers))
+            wanted = {tensor.name for tensor in self.shared_by_role(layers)}
         else:
             wanted = set(shared_tensors)
             unknown = wanted - {tensor.name for tensor in self.tensors}
@@ -164,6 +184,19 @@ class Artifact(Noun):
             if (tensor.layer is not None and layers.start <= tensor.layer < layers.end) or tensor.name in wanted
         ]
         return merged([*self.headers(), *spans])
+
+    def shared_by_role(self, layers: LayerRange) -> list[TensorRecord]:
+        """The tensors of no layer that a shard of ``layers`` reads, going by their roles."""
+        is_head = layers.start == 0
+        is_tail = layers.end == self.n_layer
+        tied = not any(tensor.name == "output.weight" for tensor in self.tensors)
+        return [
+            tensor
+            for tensor in self.tensors
+            if tensor.role is Role.SHARED
+            or (tensor.role is Role.EMBEDDING and (is_head or (is_tail and tied)))
+            or (tensor.role is Role.HEAD and is_tail)
+        ]
 
     def everything(self) -> tuple[ByteSpan, ...]:
         """All bytes of all files."""
@@ -188,18 +221,6 @@ class Artifact(Noun):
             if tensor.file == span.file and tensor.offset < span.end and tensor.end > span.start
         ]
 
-    def _by_role(self, layers: LayerRange) -> Iterable[str]:
-        is_head = layers.start == 0
-        is_tail = layers.end == self.n_layer
-        tied = not any(tensor.name == "output.weight" for tensor in self.tensors)
-        for tensor in self.tensors:
-            if (
-                tensor.role is Role.SHARED
-                or (tensor.role is Role.EMBEDDING and (is_head or (is_tail and tied)))
-                or (tensor.role is Role.HEAD and is_tail)
-            ):
-                yield tensor.name
-
 
 class Manifest(Noun):
     """An artifact, what its files are called, and where else they can be had.
@@ -218,8 +239,9 @@ class Manifest(Noun):
     def _consistent(self) -> Manifest:
         if len(self.file_names) != len(self.artifact.files):
             raise ValueError(f"{len(self.file_names)} names for {len(self.artifact.files)} files")
-        if len(set(self.file_names)) != len(self.file_names):
-            raise ValueError("two files have the same name")
+        # A torrent has its files in the order of their names, and pieces are numbered in that order.
+        if any(name >= after for name, after in itertools.pairwise(self.file_names)):
+            raise ValueError("the files' names are not distinct and in order")
         if (self.directory is None) != (len(self.file_names) == 1):
             raise ValueError("a split set, and nothing else, has a directory")
         return self
@@ -242,11 +264,9 @@ class Manifest(Noun):
         if len(text) > MAX_MANIFEST_BYTES:
             raise ArtifactError(f"the manifest is larger than {MAX_MANIFEST_BYTES} bytes")
         try:
-            return cls.model_validate_json(text)
+            return cls.model_validate_json(text, strict=True)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-            where = ".".join(map(str, first["loc"])) or "it"
-            raise ArtifactError(f"this is not a manifest that Meshnet understands: {where}: {first['msg']}") from None
+            raise ArtifactError(f"this is not a manifest that Meshnet understands: {first_fault(error)}") from None
 
 
 def canonical_json(noun: Noun) -> bytes:
@@ -255,10 +275,17 @@ def canonical_json(noun: Noun) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
 
+def first_fault(error: ValidationError) -> str:
+    """Where and what the first of the faults is, in few words."""
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    where = ".".join(map(str, first["loc"]))[:100] or "it"
+    return f"{where}: {first['msg'][:300]}"
+
+
 def merged(spans: Iterable[ByteSpan]) -> tuple[ByteSpan, ...]:
     """The same bytes in as few spans as possible, in order."""
     result: list[ByteSpan] = []
-    for span in sorted(spans):
+    for span in sorted(spans, key=lambda span: (span.file, span.start)):
         last = result[-1] if result else None
         if last is not None and last.file == span.file and span.start <= last.end:
             if span.end > last.end:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from meshnet.artifact.gguf_header import GgufHeader, read_header
@@ -26,6 +28,8 @@ def read_model_headers(path: Path) -> list[GgufHeader]:
         raise ArtifactError(f"{path} is malformed: it claims to be one of {n_files} files; fetch it again")
     name = _NAME.match(path.name)
     number = header.count("split.no") or 0
+    if number >= n_files:
+        raise ArtifactError(f"{path} is malformed: it claims to be part {number + 1} of {n_files}; fetch it again")
     if name is None or int(name["count"]) != n_files or int(name["number"]) != number + 1:
         raise ArtifactError(
             f"{path} is part {number + 1} of {n_files} of a split model, but not named so; "
@@ -41,6 +45,21 @@ def read_model_headers(path: Path) -> list[GgufHeader]:
     headers = [read_header(part) for part in paths]
     _check_set(headers)
     return headers
+
+
+def require_one_model(paths: Sequence[Path]) -> None:
+    """Check that all ``paths`` are of one model: files of the same split set.
+
+    Raises:
+        ArtifactError: one is not, or as `read_model_headers`.
+    """
+    parts = {os.path.realpath(header.path) for header in read_model_headers(paths[0])}
+    for path in paths[1:]:
+        if os.path.realpath(path) not in parts:
+            raise ArtifactError(
+                f"{path} is not of the same model as {paths[0]}; give the files of one split set, "
+                "or make one manifest after the other"
+            )
 
 
 def _check_set(headers: list[GgufHeader]) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from meshnet.cli import chat, demo, doctor, node, serve, status
+from meshnet.cli import artifact, chat, demo, doctor, node, serve, status
 from meshnet.cli.logs import LEVELS, set_up_logging
 from meshnet.errors import MeshnetError
 
@@ -49,3 +49,4 @@ app.command("chat")(chat.chat)
 app.command("status")(status.status)
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
+app.add_typer(artifact.app, name="artifact")
