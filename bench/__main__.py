@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", default=",".join(SUBJECTS), help="subjects, of: %(default)s")
     parser.add_argument("--model", default=DEFAULT_SAMPLE, choices=sorted(SAMPLES), help="default: %(default)s")
     parser.add_argument("--rounds", type=int, help=f"default: {defaults.rounds}")
-    parser.add_argument("--decode-threads", type=int, help=f"per process; default: {defaults.decode_threads}")
+    parser.add_argument("--decode-threads", type=int, help="per process; default: the fastest for llama.cpp")
     parser.add_argument("--prefill-threads", type=int, help=f"per process; default: {defaults.prefill_threads}")
     parser.add_argument("--chunk-tokens", type=int, help="prefill chunk of the routes; default: the worker's own")
     parser.add_argument("--patience-s", type=float, help=f"wait for a quiet machine; default: {defaults.patience_s:g}")

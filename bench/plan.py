@@ -17,7 +17,8 @@ class Plan:
     rounds: int = 5
     decode_from: int = 512
     decode_tokens: int = 128
-    decode_threads: int = 2
+    #: 0 is as many as let whole-model llama.cpp decode fastest on this machine.
+    decode_threads: int = 0
     prefill_tokens: int = 2048
     prefill_threads: int = 1
     #: Prefill chunk of the routes; 0 is the worker's default.
@@ -43,6 +44,7 @@ QUICK = Plan(
     rounds=1,
     decode_from=16,
     decode_tokens=8,
+    decode_threads=2,
     prefill_tokens=64,
     chunk_tokens=16,
     breakdown_tokens=8,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
+import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench import route
@@ -32,6 +34,8 @@ RPC = "llama.cpp RPC, two servers"
 SUBJECTS = {"whole": WHOLE, "one-shard": ONE_SHARD, "two-shard": TWO_SHARD, "served": SERVED, "rpc": RPC}
 
 _RING_HOPS = (1, 2, 4)
+#: Of each number of threads, before the run.
+_TRIES = 3
 #: Every vocabulary has these, the test engine's too.
 _PROMPT_IDS = 256
 
@@ -72,6 +76,7 @@ async def run(setting: Setting) -> Results:
         MeshnetError: something is not built, did not start, or failed; the message says what.
     """
     machine = look(setting.root)
+    setting = await _with_threads(setting)
     bench = _Bench(setting, read_layout(setting.model))
     async with AsyncExitStack() as stack:
         decode, prefill = await bench.start(stack)
@@ -103,6 +108,20 @@ async def run(setting: Setting) -> Results:
         rings=tuple(rings),
         memory=memory,
     )
+
+
+async def _with_threads(setting: Setting) -> Setting:
+    """Settle how many threads decode: for a small model more of them can be slower, and then nobody would use them."""
+    plan = setting.plan
+    if plan.decode_threads:
+        return setting
+    times_us = {}
+    for threads in range(1, len(os.sched_getaffinity(0)) + 1):
+        whole = LlamaBench(setting.llama_cpp, setting.model, threads)
+        samples = [await whole.decode(plan.decode_from, plan.decode_tokens) for _ in range(_TRIES)]
+        times_us[threads] = statistics.median(sample.duration_us for sample in samples)
+        setting.say(f"whole-model llama.cpp decodes with {threads} threads: {times_us[threads] / 1e3:.0f} ms in all")
+    return replace(setting, plan=replace(plan, decode_threads=min(times_us, key=lambda threads: times_us[threads])))
 
 
 class _Bench:
