@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from meshnet.artifact.identity import FileStamp
+from meshnet.artifact.identity import FileStamps
 from meshnet.core import LayerRange
 from meshnet.engines.native import KEY_ENVIRONMENT, WorkerOptions
 from meshnet.errors import ArtifactError, WorkerError
 from meshnet.node.address import Endpoint
+from meshnet.node.model import LocalModel
 from meshnet.node.settings import NodeSettings
 from meshnet.node.shard import ShardKeeper
 from meshnet.node.worker import Worker, WorkerPlan
@@ -196,7 +197,7 @@ async def test_a_changed_model_file_ends_the_shard(tmp_path: Path) -> None:
     # The keeper makes the shard's id up.
     line = ready().replace(SHARD_ID, "'$2'")
     script = f"while [ $1 != --shard-id ]; do shift; done; {line}; exec cat"
-    serving = replace(plan(tmp_path, script), model_file=FileStamp.of(model))
+    serving = replace(plan(tmp_path, script), source=LocalModel(FileStamps.of([model])))
     became_ready = asyncio.Event()
     keeper = ShardKeeper("n1", serving, NodeSettings(), on_ready=lambda _: became_ready.set(), on_change=lambda: None)
     running = asyncio.create_task(keeper.run())

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import struct
 import time
@@ -13,8 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from meshnet.artifact.create import create_bundle
 from meshnet.artifact.gguf_header import read_header
-from meshnet.artifact.identity import FileStamp, artifact_digest, read_layout
+from meshnet.artifact.identity import FileStamps, artifact_digest, read_layout
 from meshnet.errors import ArtifactError
 
 
@@ -67,9 +67,9 @@ def test_header_agrees_with_the_gguf_package(tmp_path: Path) -> None:
     assert header.values == expected
 
 
-def test_digest_is_of_the_whole_file(tmp_path: Path) -> None:
+def test_the_digest_is_the_manifest_s(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf")
-    assert artifact_digest(path) == f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
+    assert artifact_digest(path) == create_bundle(path).digest
 
 
 def test_digest_is_cached_until_the_file_changes(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_file_that_changes_while_it_is_hashed_is_refused(tmp_path: Path) -> No
         with path.open("ab") as file:
             file.write(b"more")
 
-    with pytest.raises(ArtifactError, match="changed while"):
+    with pytest.raises(ArtifactError, match="while it was"):
         artifact_digest(path, grow)
 
 
@@ -188,10 +188,10 @@ def test_metadata_of_the_wrong_type_is_named(tmp_path: Path) -> None:
         read_header(path).text("general.name")
 
 
-def test_split_files_are_refused_for_now(tmp_path: Path) -> None:
+def test_a_part_of_a_split_set_is_not_taken_for_the_model(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m-00001-of-00003.gguf", split=3)
     for read in (read_layout, artifact_digest):
-        with pytest.raises(ArtifactError, match="one of 3 files of a split model, which is not supported yet"):
+        with pytest.raises(ArtifactError, match=r"2 of the 3 files of m are missing from .*: m-00002-of-00003.gguf"):
             read(path)
     assert read_layout(write_gguf(tmp_path / "whole.gguf", split=1)).n_layer == 3
 
@@ -214,12 +214,12 @@ def test_any_damage_is_an_artifact_error_or_harmless(data: st.DataObject, tmp_pa
 
 def test_a_stamp_tells_a_changed_a_replaced_and_a_removed_file(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf")
-    stamp = FileStamp.of(path)
+    stamp = FileStamps.of([path])
     stamp.check()
     os.utime(path, ns=(1, 1))
     with pytest.raises(ArtifactError, match="changed or replaced"):
         stamp.check()
-    stamp = FileStamp.of(path)
+    stamp = FileStamps.of([path])
     os.replace(write_gguf(tmp_path / "n.gguf"), path)
     with pytest.raises(ArtifactError, match="changed or replaced"):
         stamp.check()
@@ -242,5 +242,5 @@ def test_a_digest_is_told_though_it_cannot_be_kept(
     path = write_gguf(tmp_path / "m.gguf")
     (store / "cache").mkdir(parents=True)
     (store / "cache" / "digests").touch()  # where a directory is wanted
-    assert artifact_digest(path) == f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
+    assert artifact_digest(path) == create_bundle(path).digest
     assert "hashed again next time" in caplog.text

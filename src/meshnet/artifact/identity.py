@@ -7,25 +7,24 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from meshnet.artifact import store
-from meshnet.artifact.gguf_header import GgufHeader, read_header
+from meshnet.artifact.create import create_bundle, describe
+from meshnet.artifact.hashing import Progress
+from meshnet.artifact.splits import read_model_headers
 from meshnet.errors import ArtifactError
 
 log = logging.getLogger(__name__)
 
-_CHUNK_BYTES = 4 << 20
-
-#: Called with (bytes done, bytes in all).
-Progress = Callable[[int, int], None]
+Key = list[int | str]
 
 
 @dataclass(frozen=True)
 class ArtifactLayout:
-    """What the metadata of a GGUF says about the model. ``name`` is None if the file does not tell."""
+    """What the metadata of a model says about it. ``path`` is its first file; ``name`` is None if it has none."""
 
     path: Path
     architecture: str
@@ -37,111 +36,85 @@ class ArtifactLayout:
 
 
 @dataclass(frozen=True)
-class FileStamp:
-    """Tells whether a file is still the one that was looked at: its size, modification time and inode then."""
+class FileStamps:
+    """Tells whether files are still those that were looked at: their sizes, modification times and inodes then."""
 
-    path: Path
-    key: tuple[int | str, ...]
+    paths: tuple[Path, ...]
+    keys: tuple[Key, ...]
 
     @classmethod
-    def of(cls, path: Path) -> FileStamp:
-        """Raises ``ArtifactError`` if the file cannot be read."""
-        return cls(path, tuple(_file_key(Path(os.path.realpath(path)))))
+    def of(cls, paths: Sequence[Path]) -> FileStamps:
+        """Raises ``ArtifactError`` if a file cannot be read."""
+        return cls(tuple(paths), tuple(_file_key(path) for path in paths))
+
+    @classmethod
+    def of_model(cls, path: Path) -> FileStamps:
+        """Of all files of the model that ``path`` is (a part of). Raises as ``read_model_headers``."""
+        return cls.of([header.path for header in read_model_headers(path)])
 
     def check(self) -> None:
-        """Raises ``ArtifactError`` if the file was written to, replaced or removed meanwhile."""
-        try:
-            same = self.of(self.path).key == self.key
-        except ArtifactError as error:
-            raise ArtifactError(f"the model file is gone: {error}") from error
-        if not same:
-            raise ArtifactError(
-                f"{self.path} was changed or replaced since this node began to serve it, so that its name and digest "
-                "no longer fit; start the node again to serve the file as it is now"
-            )
+        """Raises ``ArtifactError`` if a file was written to, replaced or removed meanwhile."""
+        for path, key in zip(self.paths, self.keys, strict=True):
+            try:
+                same = _file_key(path) == key
+            except ArtifactError as error:
+                raise ArtifactError(f"the model file is gone: {error}") from error
+            if not same:
+                raise ArtifactError(
+                    f"{path} was changed or replaced since this node began to serve it, so that its name and digest "
+                    "no longer fit; start the node again to serve the file as it is now"
+                )
 
 
 def read_layout(path: Path) -> ArtifactLayout:
-    """Read the model's layout from the file's header; bounded work, no tensor data.
+    """Read the model's layout from the headers of its files; bounded work, no tensor data.
 
     Raises:
-        ArtifactError: the file is missing, malformed, part of a split set, or has no layers.
+        ArtifactError: a file is missing or malformed, or this is no model.
     """
-    header = read_header(path)
-    _refuse_split(header)
-    architecture = header.text("general.architecture")
-    if not architecture:
-        raise ArtifactError(f"{path} does not name its architecture (general.architecture); it is not a model")
-    n_layer = header.count(f"{architecture}.block_count")
-    if not n_layer:
-        raise ArtifactError(f"{path} does not say how many layers it has ({architecture}.block_count)")
+    headers = read_model_headers(path)
+    artifact = describe(headers)
     return ArtifactLayout(
-        path=path,
-        architecture=architecture,
-        n_layer=n_layer,
-        n_ctx_train=header.count(f"{architecture}.context_length"),
-        name=header.text("general.name"),
-        has_chat_template=bool(header.text("tokenizer.chat_template")),
-        size_bytes=path.stat().st_size,
+        path=headers[0].path,
+        architecture=artifact.architecture,
+        n_layer=artifact.n_layer,
+        n_ctx_train=artifact.n_ctx_train,
+        name=artifact.model_name,
+        has_chat_template=artifact.template_digest is not None,
+        size_bytes=artifact.size_bytes,
     )
 
 
 def artifact_digest(path: Path, progress: Progress | None = None) -> str:
-    """``sha256:<hex>`` of the whole file.
+    """The digest of the manifest of the model at ``path``: one file, or any file of a split set.
 
-    Cached in the store under the file's real path, size, modification time and inode, because hashing a large model
+    Cached in the store under the files' real paths, sizes, modification times and inodes, because hashing a large model
     takes minutes.
 
     Raises:
-        ArtifactError: not a usable GGUF file (see ``read_header``), part of a split set, or changed while being read.
+        ArtifactError: not a usable model (see ``create_bundle``), or changed while being read.
         StoreError: there is no usable store.
     """
-    _refuse_split(read_header(path))
-    real = Path(os.path.realpath(path))
-    record = store.cache_dir() / "digests" / f"{hashlib.sha256(os.fsencode(real)).hexdigest()}.json"
-    key = _file_key(real)
+    before = FileStamps.of_model(path)
+    name = hashlib.sha256(b"\0".join(os.fsencode(os.path.realpath(one)) for one in before.paths)).hexdigest()
+    record = store.cache_dir() / "digests" / f"{name}.json"
     known = _read_record(record)
-    if known is not None and known.get("key") == key:
+    if known is not None and known.get("keys") == list(before.keys):
         return str(known["digest"])
-    digest = f"sha256:{_hash(real, progress)}"
-    if _file_key(real) != key:
+    digest = create_bundle(path, progress=progress).digest
+    if FileStamps.of(before.paths) != before:
         raise ArtifactError(f"{path} changed while it was being hashed; try again when it is complete")
-    _write_record(record, {"key": key, "digest": digest})
+    _write_record(record, {"keys": list(before.keys), "digest": digest})
     return digest
 
 
-def _refuse_split(header: GgufHeader) -> None:
-    n_files = header.count("split.count") or 0
-    if n_files > 1:
-        raise ArtifactError(
-            f"{header.path} is one of {n_files} files of a split model, which is not supported yet; "
-            "join them with llama-gguf-split --merge"
-        )
-
-
-def _file_key(path: Path) -> list[int | str]:
+def _file_key(path: Path) -> Key:
+    real = os.path.realpath(path)
     try:
-        status = path.stat()
+        status = os.stat(real)
     except OSError as error:
         raise ArtifactError(f"{path} cannot be read: {error.strerror}") from error
-    return [os.fsdecode(path), status.st_size, status.st_mtime_ns, status.st_ino]
-
-
-def _hash(path: Path, progress: Progress | None) -> str:
-    digest = hashlib.sha256()
-    done_bytes = 0
-    try:
-        with path.open("rb") as file:
-            total_bytes = os.fstat(file.fileno()).st_size
-            # No further than the size at the start: a file that grows must not keep us here.
-            while chunk := file.read(min(_CHUNK_BYTES, total_bytes - done_bytes)):
-                digest.update(chunk)
-                done_bytes += len(chunk)
-                if progress is not None:
-                    progress(done_bytes, total_bytes)
-    except OSError as error:
-        raise ArtifactError(f"{path} cannot be read: {error.strerror}") from error
-    return digest.hexdigest()
+    return [real, status.st_size, status.st_mtime_ns, status.st_ino]
 
 
 def _read_record(record: Path) -> dict[str, object] | None:

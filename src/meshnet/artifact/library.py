@@ -35,18 +35,17 @@ class Library:
         self.root = (root if root is not None else store.store_root()) / "artifacts"
 
     def add(self, bundle: Bundle, links: Sequence[Path] | None = None) -> StoredArtifact:
-        """Keep manifest and torrent, if they are not there yet. ``links`` are complete files to serve where they are.
+        """Keep manifest and torrent, unless the artifact is there already with files of the store's own.
+
+        ``links`` are complete files to serve where they are.
 
         Raises:
             StoreError: the disk is full or cannot be written.
-            ArtifactError: the artifact is there already, with other files.
+            ArtifactError: what is there is damaged.
         """
         directory = self._directory(bundle.digest)
         existing = self._read(directory)
-        if existing is not None:
-            if links is not None and existing.links is not None and existing.paths != _absolute(links):
-                self._write_links(directory, links)  # the same contents elsewhere
-                return self._need(bundle.digest)
+        if existing is not None and (links is None or existing.links is None):
             return existing
         try:
             directory.mkdir(parents=True, exist_ok=True)

@@ -112,8 +112,13 @@ class Provider:
         Raises:
             StoreError, ArtifactError: it cannot be had, with the reason.
         """
+        await self.wait_for(self._wanted)
+
+    async def wait_for(self, pieces: Iterable[int]) -> None:
+        """Wait until these are there, of those that are wanted. Raises as `wait_complete`."""
+        needed = frozenset(pieces)
         async with self._changed:
-            await self._changed.wait_for(lambda: self._failure is not None or self.is_complete())
+            await self._changed.wait_for(lambda: self._failure is not None or self.stored.has(needed))
         if self._failure is not None:
             raise self._failure
 

@@ -226,7 +226,9 @@ def _settings(options: SwarmOptions) -> Any:
         # Made to give way to everything else, which is slow where nothing else is going on.
         "enable_incoming_utp": False,
         "enable_outgoing_utp": False,
-        "min_reconnect_time": 5,
+        "min_reconnect_time": 2,
+        # Whoever has all that it wants may want more a moment later: another range, a damaged piece.
+        "close_redundant_connections": False,
         "min_announce_interval": 15,
         "stop_tracker_timeout": 1,
         "ban_web_seeds": True,

@@ -9,11 +9,13 @@ import time
 from collections.abc import Awaitable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from meshnet.artifact import store
 from meshnet.cli import credentials
+from meshnet.cli.bars import ByteBars, byte_bars
 from meshnet.errors import MeshnetError
 
 if TYPE_CHECKING:
@@ -38,10 +40,10 @@ def demo(
 ) -> None:
     """Chat with a small model split over two workers on this machine.
 
-    Starts a tracker and gateway and two nodes with half of the layers each, on free loopback ports and with
-    credentials of their own. Everything is stopped and removed at the end; the model stays in the store.
+    Starts a tracker and gateway, a seeder that holds the model's file, and two nodes that each fetch what half of the
+    layers need, on free loopback ports and with credentials of their own. Everything is stopped and removed at the end;
+    the model stays in the store.
     """
-    from meshnet.artifact.store import store_root
     from meshnet.engines.native import find_worker
 
     find_worker()  # before a download that would be for nothing
@@ -49,7 +51,7 @@ def demo(
         model, n_layer = _sample()
     else:
         model, n_layer = TEST_MODEL, 8
-    with tempfile.TemporaryDirectory(prefix="demo-", dir=store_root()) as directory:
+    with tempfile.TemporaryDirectory(prefix="demo-", dir=store.store_root()) as directory:
         mesh = _Mesh(Path(directory), model, n_layer, engine)
         asyncio.run(_until_stopped(_demo(mesh, question, max_tokens, keep), exit_code=0 if keep else 130))
 
@@ -71,6 +73,12 @@ class _Mesh:
             credentials.API_KEY_ENVIRONMENT: self.api_key,
             credentials.JOIN_TOKEN_ENVIRONMENT: self.join_token,
         }
+
+    def store_environment(self, name: str) -> dict[str, str]:
+        """That of a process with a store of its own, as if it were a machine of its own."""
+        if self.engine != "llama":
+            return self.environment
+        return {**self.environment, store.ENVIRONMENT: str(self.directory / name)}
 
     @property
     def halves(self) -> tuple[str, str]:
@@ -140,16 +148,40 @@ async def _start(mesh: _Mesh, started: Children) -> str:
     url = str((await _patiently("starting", serve.event(READY_TIMEOUT_S)))["url"])
     # Two workers share the machine: more threads than cores only get in each other's way.
     threads = max(1, (os.cpu_count() or 1) // 2)
+    model = ["--model", mesh.model]
+    if mesh.engine == "llama":
+        model = ["--artifact", await _seed(mesh, started, url)]
     nodes: list[Child] = []
     for number, layers in enumerate(mesh.halves, start=1):
         _step(f"starting node {number} with layers {layers} of {mesh.n_layer}")
-        options = ["--model", mesh.model, "--layers", layers, "--tracker", url, "--threads", str(threads)]
+        options = [*model, "--layers", layers, "--tracker", url, "--threads", str(threads)]
         options += ["--engine", mesh.engine, "--state-dir", str(mesh.directory / f"node-{number}"), "--json"]
-        nodes.append(await started.start(f"node {number}", ["node", *options], mesh.environment))
-    for child in nodes:
-        ready = await _patiently(f"{child.name} is loading", child.event(READY_TIMEOUT_S))
-        _step(f"{child.name} is ready at {ready['shard']['address']}")
+        environment = mesh.store_environment(f"store-{number}")
+        nodes.append(await started.start(f"node {number}", ["node", *options], environment))
+    with byte_bars([child.name for child in nodes]) as bars:
+        ready = await _patiently("loading", asyncio.gather(*(_ready(child, bars) for child in nodes)))
+    for child, event in zip(nodes, ready, strict=True):
+        _step(f"{child.name} is ready at {event['shard']['address']}")
     return url
+
+
+async def _seed(mesh: _Mesh, started: Children, url: str) -> str:
+    """Start the process that holds the model; returns the artifact's digest."""
+    _step("starting a seeder that holds the model")
+    options = ["artifact", "seed", mesh.model, "--tracker", url, "--json"]
+    seeder = await started.start("seeder", options, mesh.store_environment("store-seeder"))
+    digest = str((await _patiently("hashing the model", seeder.event(READY_TIMEOUT_S)))["digest"])
+    _step(f"the seeder serves {digest}")
+    return digest
+
+
+async def _ready(child: Child, bars: ByteBars) -> dict[str, Any]:
+    """What a node says once it serves; until then its download is shown."""
+    while True:
+        event = await child.event(READY_TIMEOUT_S)
+        if event.get("event") != "pull":
+            return event
+        bars.advance(child.name, event["verified_bytes"], event["wanted_bytes"])
 
 
 async def _first_model(gateway: Gateway) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from meshnet.cli import artifact, chat, demo, doctor, node, serve, status
+from meshnet.cli import artifact, artifact_store, artifact_swarm, chat, demo, doctor, node, serve, status
 from meshnet.cli.logs import LEVELS, set_up_logging
 from meshnet.errors import MeshnetError
 
@@ -49,4 +49,10 @@ app.command("chat")(chat.chat)
 app.command("status")(status.status)
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
+artifact.app.command("list")(artifact_store.list_)
+artifact.app.command("verify")(artifact_store.verify)
+artifact.app.command("remove")(artifact_store.remove)
+artifact.app.command("publish")(artifact_swarm.publish)
+artifact.app.command("seed")(artifact_swarm.seed)
+artifact.app.command("pull")(artifact_swarm.pull)
 app.add_typer(artifact.app, name="artifact")

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import re
 import time
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from pydantic import TypeAdapter, ValidationError
 
 from meshnet.cli import credentials
+from meshnet.cli.node_events import Events, JsonEvents, LogEvents
+from meshnet.cli.swarming import swarm_options
 from meshnet.core import LayerRange, Name
 from meshnet.errors import UsageError
 
 if TYPE_CHECKING:
-    from meshnet.artifact.identity import FileStamp
-    from meshnet.core import Shard
+    from meshnet.artifact.identity import FileStamps
+    from meshnet.artifact.swarm import SwarmOptions
+    from meshnet.engines.native import WorkerOptions
+    from meshnet.node.address import Endpoint
     from meshnet.node.worker import WorkerPlan
+    from meshnet.tracker.client import TrackerClient
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -35,12 +43,17 @@ JoinTokenOption = Annotated[
 
 
 def node(
-    model: Annotated[str, typer.Option(help="GGUF file.")],
     layers: Annotated[list[str], typer.Option(help="START:END, or all. Repeat it to serve several ranges.")],
+    model: Annotated[
+        str | None, typer.Option(help="GGUF file on this machine (of a split set: any of its files).")
+    ] = None,
+    artifact: Annotated[
+        str | None, typer.Option(help="Digest or name of a published artifact: fetches what the layers need.")
+    ] = None,
     tracker: TrackerOption = DEFAULT_TRACKER,
     join_token: JoinTokenOption = None,
     model_name: Annotated[
-        str | None, typer.Option(help="Name that clients ask for. [default: the file's name without .gguf]")
+        str | None, typer.Option(help="Name that clients ask for. [default: the file's or the artifact's name]")
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="[default: all cores]")] = None,
     context: Annotated[int | None, typer.Option(min=1, help="Tokens that one session may hold.")] = None,
@@ -61,7 +74,16 @@ def node(
     state_dir: Annotated[
         Path | None, typer.Option(help="Where this node's identity is kept. [default: STORE/nodes/1, 2, …]")
     ] = None,
-    json_events: Annotated[bool, typer.Option("--json", help="Print a JSON line whenever a shard is ready.")] = False,
+    swarm_listen: Annotated[
+        str | None, typer.Option(help="HOST:PORT for other nodes' downloads. [default: the worker's host, a free port]")
+    ] = None,
+    upload_limit: Annotated[
+        str | None, typer.Option(help="Most bytes per second to other nodes, for example 2MB. [default: no limit]")
+    ] = None,
+    download_limit: Annotated[str | None, typer.Option(help="Most bytes per second from other nodes.")] = None,
+    json_events: Annotated[
+        bool, typer.Option("--json", help="Print JSON lines: how far the download is, and when a shard is ready.")
+    ] = False,
     engine: Annotated[str, typer.Option(hidden=True)] = "llama",
     exit_with_parent: Annotated[bool, typer.Option("--exit-with-parent", hidden=True)] = False,
 ) -> None:
@@ -72,22 +94,25 @@ def node(
     from meshnet.engines.native import WorkerOptions, find_worker
     from meshnet.node.address import choose_endpoint
     from meshnet.node.state import node_identity
-    from meshnet.node.worker import WorkerPlan
     from meshnet.tracker.client import base_url
 
-    ranges = [_parse_layers(text) for text in layers]
+    if (model is None) == (artifact is None):
+        raise UsageError("name either --model FILE, on this machine, or --artifact DIGEST or NAME, to be fetched")
+    ranges = [parse_layers(text) for text in layers]
     if listen is not None and len(ranges) > 1 and not listen.endswith(":0"):
         raise UsageError(f"--listen {listen} is one port for {len(ranges)} workers; use port 0, or one node per range")
-    token = credentials.join_token(join_token)
-    binary = find_worker()
+    if model_name is not None:
+        model_name = _checked_name(model_name)
     endpoint = choose_endpoint(base_url(tracker), listen=listen, advertise=advertise)
-    name = _checked_name(model_name) if model_name is not None else _default_name(model)
-    digest, model_file = _identify(model, ranges) if engine == "llama" else (model, None)
-    plans = [
-        WorkerPlan(
-            binary=binary,
-            options=WorkerOptions(
-                model=model,
+    node_ = _Node(
+        binary=find_worker(),
+        endpoint=endpoint,
+        tracker=tracker,
+        join_token=credentials.join_token(join_token).value,
+        model_name=model_name,
+        options=[
+            WorkerOptions(
+                model=model or "",
                 layers=range_,
                 engine=engine,
                 threads=threads,
@@ -97,47 +122,141 @@ def node(
                 chunk_tokens=chunk_tokens,
                 kv_type_k=kv_type_k,
                 kv_type_v=kv_type_v,
-            ),
-            model_name=name,
-            artifact_digest=digest,
-            endpoint=endpoint,
-            model_file=model_file,
-        )
-        for range_ in ranges
-    ]
+            )
+            for range_ in ranges
+        ],
+        swarm=swarm_options(endpoint, swarm_listen, upload_limit, download_limit),
+        events=JsonEvents() if json_events else LogEvents(),
+    )
+    plans = _local_plans(node_) if model is not None else None
     with node_identity(state_dir) as node_id:
-        asyncio.run(_run(node_id, tracker, token.value, plans, json_events=json_events, with_parent=exit_with_parent))
+        asyncio.run(_run(node_, node_id, plans, artifact, with_parent=exit_with_parent))
+
+
+@dataclass(frozen=True)
+class _Node:
+    """What was asked for."""
+
+    binary: Path
+    endpoint: Endpoint
+    tracker: str
+    join_token: str
+    model_name: str | None
+    options: list[WorkerOptions]
+    swarm: SwarmOptions
+    events: Events
 
 
 async def _run(
-    node_id: str, tracker: str, token: str, plans: list[WorkerPlan], *, json_events: bool, with_parent: bool
+    node_: _Node, node_id: str, plans: list[WorkerPlan] | None, artifact: str | None, *, with_parent: bool
 ) -> None:
     from meshnet.cli.stopping import stop_requests
     from meshnet.node.agent import Agent
     from meshnet.tracker.client import TrackerClient
 
-    def on_ready(shard: Shard) -> None:
-        if json_events:
-            ready = {"event": "ready", "node_id": node_id, "shard": shard.model_dump(mode="json")}
-            print(json.dumps(ready), flush=True)
-        else:
-            print(f"Node {node_id} serves layers {shard.layers} of {shard.model} at {shard.address}", flush=True)
+    stop = asyncio.Event()
+    agent: Agent | None = None
 
-    async with TrackerClient(tracker, token) as client:
-        agent = Agent(node_id, client, plans, on_ready=on_ready)
-        stop = asyncio.Event()
+    def on_stop() -> None:
+        if stop.is_set() and agent is not None:
+            agent.kill_workers()
+        stop.set()
 
-        def on_stop() -> None:
-            if stop.is_set():
-                agent.kill_workers()
+    async with AsyncExitStack() as stack:
+        stack.enter_context(stop_requests(on_stop, with_parent=with_parent))
+        client = await stack.enter_async_context(TrackerClient(node_.tracker, node_.join_token))
+        fetching: asyncio.Task[None] | None = None
+        if plans is None:
+            provided = await _unless(stop, _provide(node_, client, str(artifact), stack))
+            if provided is None:
+                return
+            plans, fetching = provided
+        agent = Agent(node_id, client, plans, on_ready=lambda shard: node_.events.ready(node_id, shard))
+        serving = asyncio.create_task(agent.run(stop))
+        try:
+            await asyncio.wait([serving, *([fetching] if fetching else [])], return_when=asyncio.FIRST_COMPLETED)
+        finally:
             stop.set()
-
-        with stop_requests(on_stop, with_parent=with_parent):
-            await agent.run(stop)
+            await serving
+        if fetching is not None and fetching.done():
+            fetching.result()
     log.info("stopped")
 
 
-def _parse_layers(text: str) -> LayerRange | None:
+def _local_plans(node_: _Node) -> list[WorkerPlan]:
+    """Plans over files of this machine, or for an engine that reads none."""
+    from meshnet.artifact.create import default_name
+    from meshnet.node.model import LocalModel
+    from meshnet.node.worker import WorkerPlan
+
+    model = node_.options[0].model
+    name = node_.model_name
+    source = None
+    if node_.options[0].engine == "llama":
+        first_file, digest, stamps = _identify(Path(model), [options.layers for options in node_.options])
+        name = name or default_name(first_file)
+        source = LocalModel(stamps)
+        model = str(first_file)
+    else:
+        digest = model
+    return [
+        WorkerPlan(
+            binary=node_.binary,
+            options=replace(options, model=model),
+            model_name=name or default_name(Path(model)),
+            artifact_digest=digest,
+            endpoint=node_.endpoint,
+            source=source,
+        )
+        for options in node_.options
+    ]
+
+
+async def _provide(
+    node_: _Node, client: TrackerClient, wanted: str, stack: AsyncExitStack
+) -> tuple[list[WorkerPlan], asyncio.Task[None]]:
+    """Plans over what the store fetches, and the fetching itself, which goes on as long as ``stack`` is open."""
+    from meshnet.artifact.library import Library
+    from meshnet.artifact.provider import Provider, providing
+    from meshnet.node.provision import find_artifact, provide_ranges, until_complete
+    from meshnet.node.worker import WorkerPlan
+    from meshnet.tracker.client import announce_url
+
+    library = Library()
+    stored = await find_artifact(client, library, wanted)
+    trackers = [announce_url(client.url, node_.join_token)]
+    provider = Provider(library, stored, node_.swarm, trackers=trackers)
+    fetching = await stack.enter_async_context(providing(provider))
+    ranges = await provide_ranges(provider, node_.binary, node_.options, node_.events.progress)
+    progress = asyncio.create_task(until_complete(provider, node_.events.progress))
+    stack.callback(progress.cancel)
+    plans = [
+        WorkerPlan(
+            binary=node_.binary,
+            options=options,
+            model_name=node_.model_name or stored.bundle.manifest.name,
+            artifact_digest=stored.digest,
+            endpoint=node_.endpoint,
+            source=source,
+        )
+        for options, source in ranges
+    ]
+    return plans, fetching
+
+
+async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """What ``work`` returns, or None if ``stop`` is set first (``work`` is then cancelled)."""
+    working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in (working, stopping):
+            task.cancel()
+        await asyncio.gather(working, stopping, return_exceptions=True)
+
+
+def parse_layers(text: str) -> LayerRange | None:
     if text == "all":
         return None
     try:
@@ -161,20 +280,11 @@ def _checked_name(name: str) -> str:
         ) from None
 
 
-def _default_name(model: str) -> str:
-    stem = re.sub(r"\.gguf$", "", Path(model).name, flags=re.IGNORECASE)
-    name = re.sub(r"[^A-Za-z0-9:+._@-]+", "-", stem).lstrip("-+._:@")[:200]
-    if not name:
-        raise UsageError(f"no name can be made from {model!r}; pass --model-name")
-    return name
+def _identify(path: Path, ranges: list[LayerRange | None]) -> tuple[Path, str, FileStamps]:
+    """The model's first file, the artifact's digest, and the files as they were then."""
+    from meshnet.artifact.identity import FileStamps, artifact_digest, read_layout
 
-
-def _identify(model: str, ranges: list[LayerRange | None]) -> tuple[str, FileStamp]:
-    """The artifact's digest, and the file as it was then."""
-    from meshnet.artifact.identity import FileStamp, artifact_digest, read_layout
-
-    path = Path(model)
-    stamp = FileStamp.of(path)
+    stamps = FileStamps.of_model(path)
     layout = read_layout(path)
     for layers in ranges:
         if layers is not None and layers.end > layout.n_layer:
@@ -188,5 +298,5 @@ def _identify(model: str, ranges: list[LayerRange | None]) -> tuple[str, FileSta
             log.info("hashing %s: %.0f of %.0f MB", path, done_bytes / 1e6, total_bytes / 1e6)
 
     digest = artifact_digest(path, progress)
-    stamp.check()
-    return digest, stamp
+    stamps.check()
+    return layout.path, digest, stamps

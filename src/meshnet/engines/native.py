@@ -79,6 +79,16 @@ def worker_command(
         *("--artifact-digest", artifact_digest),
         "--exit-with-parent",
     ]
+    return [*command, *_limits(options)]
+
+
+def needs_command(binary: Path, options: WorkerOptions) -> list[str]:
+    """The command line that tells which tensors outside its layers ``options`` reads; it ends by itself."""
+    layers = str(options.layers) if options.layers is not None else "all"
+    return [str(binary), "--model", options.model, "--layers", layers, *_limits(options), "--needs"]
+
+
+def _limits(options: WorkerOptions) -> list[str]:
     limits = {
         "--threads": options.threads,
         "--context": options.context_tokens,
@@ -88,10 +98,7 @@ def worker_command(
         "--kv-type-k": options.kv_type_k,
         "--kv-type-v": options.kv_type_v,
     }
-    for flag, value in limits.items():
-        if value is not None:
-            command += [flag, str(value)]
-    return command
+    return [text for flag, value in limits.items() if value is not None for text in (flag, str(value))]
 
 
 def _runnable(path: Path) -> bool:

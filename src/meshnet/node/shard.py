@@ -72,7 +72,8 @@ class ShardKeeper:
         try:
             self._plan.check_model()
         except ArtifactError as error:
-            # The worker maps the file: what it computes from now on is anybody's guess. `run` then ends the node.
+            # The worker maps the files: what it computes from now on is anybody's guess. `run` then waits until they
+            # are repaired, or ends the node where nobody can.
             log.error("%s; ending worker %s", error, worker.shard_id)
             worker.signal_kill()
             return None
@@ -98,7 +99,7 @@ class ShardKeeper:
         # A new id per process: a ticket or an avoided shard of the dead worker never means the new one.
         layers = str(self._layers).replace(":", "-")
         shard_id = f"{self._node_id}/{layers}.{secrets.token_hex(2)}"
-        self._plan.check_model()
+        await self._plan.prepare_model()
         log.info("starting a worker for layers %s of %s", self._layers, self._plan.model_name)
         return await Worker.start(self._plan, shard_id, timeout_s=self._settings.start_timeout_s)
 

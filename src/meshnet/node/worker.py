@@ -17,11 +17,11 @@ from typing import Any
 
 from google.protobuf.json_format import ParseDict, ParseError
 
-from meshnet.artifact.identity import FileStamp
 from meshnet.core import Shard
 from meshnet.engines.native import KEY_ENVIRONMENT, WorkerOptions, worker_command
 from meshnet.errors import UsageError, WorkerError
 from meshnet.node.address import Endpoint
+from meshnet.node.model import ModelSource
 from meshnet.rpc.convert import shard_from_description
 from meshnet.rpc.generated import shard_pb2 as pb
 
@@ -44,13 +44,18 @@ class WorkerPlan:
     model_name: str
     artifact_digest: str
     endpoint: Endpoint
-    #: The model file as it was when ``artifact_digest`` was computed; None for an engine that reads no file.
-    model_file: FileStamp | None = None
+    #: The bytes behind ``artifact_digest``; None for an engine that reads none.
+    source: ModelSource | None = None
+
+    async def prepare_model(self) -> None:
+        """Wait until the model's bytes are there. Raises ``ArtifactError`` or ``StoreError`` if they cannot be had."""
+        if self.source is not None:
+            await self.source.prepare()
 
     def check_model(self) -> None:
-        """Raises ``ArtifactError`` if the model file is no longer the artifact that ``artifact_digest`` names."""
-        if self.model_file is not None:
-            self.model_file.check()
+        """Raises ``ArtifactError`` if the files are no longer the artifact that ``artifact_digest`` names."""
+        if self.source is not None:
+            self.source.check()
 
 
 class Worker:
