@@ -6,16 +6,30 @@
 from __future__ import annotations
 
 import itertools
+import math
 import struct
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import gguf
 
 #: Of files that do not say otherwise; the model's own ``general.alignment`` is in the first file only.
 DEFAULT_ALIGNMENT = 32
+_STRING, _ARRAY = gguf.GGUFValueType.STRING, gguf.GGUFValueType.ARRAY
+#: Bytes of the scalar types, by number.
+_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """``entry`` is its line in the table without the offset, ``start`` counts from the beginning of the file."""
+
+    entry: bytes
+    start: int
+    n_bytes: int
 
 
 def split_model(source: Path, directory: Path, n_files: int, *, empty_first: bool = False) -> list[Path]:
@@ -23,20 +37,60 @@ def split_model(source: Path, directory: Path, n_files: int, *, empty_first: boo
 
     The model's metadata goes into the first file alone. With ``empty_first`` no tensor does.
     """
-    reader = gguf.GGUFReader(source)
-    tensors = sorted(reader.tensors, key=lambda tensor: int(tensor.data_offset))
-    with source.open("rb") as file:
-        _, _, _, n_keys = struct.unpack("<IIQQ", file.read(24))
-        metadata = file.read(min(int(tensor.field.offset) for tensor in tensors) - 24)
+    data = source.read_bytes()
+    whole = _Source(data)
     directory.mkdir(parents=True, exist_ok=True)
     paths = [directory / f"{source.stem}-{part:05}-of-{n_files:05}.gguf" for part in range(1, n_files + 1)]
-    groups = _groups(tensors, n_files, empty_first)
-    with source.open("rb") as file:
-        for number, (path, group) in enumerate(zip(paths, groups, strict=True)):
-            own = (n_keys, metadata, int(reader.alignment)) if number == 0 else (0, b"", DEFAULT_ALIGNMENT)
-            with path.open("wb") as out:
-                _write(out, file, group, own, split_keys(number, n_files, len(tensors)))
+    for number, (path, group) in enumerate(zip(paths, _groups(whole.tensors, n_files, empty_first), strict=True)):
+        own = (whole.n_keys, whole.metadata, whole.alignment) if number == 0 else (0, b"", DEFAULT_ALIGNMENT)
+        with path.open("wb") as out:
+            _write(out, data, group, own, split_keys(number, n_files, len(whole.tensors)))
     return paths
+
+
+class _Source:
+    """A well-formed GGUF file, taken apart."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        _, _, n_tensors, self.n_keys = struct.unpack_from("<IIQQ", data)
+        self._at = 24
+        self.alignment = DEFAULT_ALIGNMENT
+        for _ in range(self.n_keys):
+            self._step_over_key()
+        self.metadata = data[24 : self._at]
+        entries = [self._entry() for _ in range(n_tensors)]
+        start = _padded(self._at, self.alignment)
+        self.tensors = sorted((_Tensor(entry, start + at, size) for entry, at, size in entries), key=lambda t: t.start)
+
+    def _take(self, code: str) -> int:
+        (value,) = struct.unpack_from("<" + code, self._data, self._at)
+        self._at += struct.calcsize("<" + code)
+        return int(value)
+
+    def _string(self) -> bytes:
+        n_bytes = self._take("Q")
+        self._at += n_bytes
+        return self._data[self._at - n_bytes : self._at]
+
+    def _step_over_key(self) -> None:
+        name = self._string()
+        kind = self._take("I")
+        if name == b"general.alignment":
+            (self.alignment,) = struct.unpack_from("<I", self._data, self._at)
+        kind, count = (self._take("I"), self._take("Q")) if kind == _ARRAY else (kind, 1)
+        if kind == _STRING:
+            for _ in range(count):
+                self._string()
+        else:
+            self._at += count * _SIZES[kind]
+
+    def _entry(self) -> tuple[bytes, int, int]:
+        begin = self._at
+        self._string()
+        elements = math.prod([self._take("Q") for _ in range(self._take("I"))])
+        block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(self._take("I"))]
+        return self._data[begin : self._at], self._take("Q"), elements // block * block_bytes
 
 
 def split_keys(number: int, n_files: int, n_tensors: int) -> bytes:
@@ -51,7 +105,7 @@ def split_keys(number: int, n_files: int, n_tensors: int) -> bytes:
     )
 
 
-def _groups(tensors: Sequence[Any], n_files: int, empty_first: bool) -> list[Sequence[Any]]:
+def _groups(tensors: Sequence[_Tensor], n_files: int, empty_first: bool) -> list[Sequence[_Tensor]]:
     n_filled = n_files - empty_first
     if not 1 <= n_filled <= len(tensors):
         raise ValueError(f"{len(tensors)} tensors cannot be divided over {n_filled} files")
@@ -60,21 +114,17 @@ def _groups(tensors: Sequence[Any], n_files: int, empty_first: bool) -> list[Seq
     return [[], *filled] if empty_first else filled
 
 
-def _write(out: BinaryIO, source: BinaryIO, tensors: Sequence[Any], own: tuple[int, bytes, int], keys: bytes) -> None:
+def _write(out: BinaryIO, source: bytes, tensors: Sequence[_Tensor], own: tuple[int, bytes, int], keys: bytes) -> None:
     n_keys, metadata, alignment = own
     out.write(struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), n_keys + 3) + metadata + keys)
     offset = 0
     for tensor in tensors:
-        name = tensor.name.encode()
-        shape = [int(size) for size in tensor.shape]
-        out.write(struct.pack(f"<Q{len(name)}sI", len(name), name, len(shape)))
-        out.write(struct.pack(f"<{len(shape)}QIQ", *shape, int(tensor.tensor_type), offset))
-        offset += _padded(int(tensor.n_bytes), alignment)
-    out.write(bytes(_padded(out.tell(), alignment) - out.tell()))
+        out.write(tensor.entry + struct.pack("<Q", offset))
+        offset += _padded(tensor.n_bytes, alignment)
+    out.write(bytes(-out.tell() % alignment))
     for tensor in tensors:
-        source.seek(int(tensor.data_offset))
-        out.write(source.read(int(tensor.n_bytes)))
-        out.write(bytes(_padded(out.tell(), alignment) - out.tell()))
+        out.write(source[tensor.start : tensor.start + tensor.n_bytes])
+        out.write(bytes(-tensor.n_bytes % alignment))
 
 
 def _padded(size: int, alignment: int) -> int:
