@@ -219,7 +219,7 @@ def _provider(
     from meshnet.artifact.library import Library
     from meshnet.artifact.provider import Provider
     from meshnet.node.address import choose_endpoint
-    from meshnet.tracker.client import announce_url
+    from meshnet.tracker.announce import announce_url
 
     endpoint = choose_endpoint(client.url, listen=listen)
     options = swarm_options(endpoint, listen, upload_limit, download_limit)

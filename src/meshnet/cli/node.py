@@ -220,7 +220,7 @@ async def _provide(
     from meshnet.artifact.provider import Provider, providing
     from meshnet.node.provision import find_artifact, provide_ranges, until_complete
     from meshnet.node.worker import WorkerPlan
-    from meshnet.tracker.client import announce_url
+    from meshnet.tracker.announce import announce_url
 
     library = Library()
     stored = await find_artifact(client, library, wanted)
