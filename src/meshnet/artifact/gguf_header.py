@@ -24,11 +24,11 @@ SUPPORTED_VERSIONS = (2, 3)
 
 #: Far above any real model, and small enough that a walk over them takes a moment.
 MAX_KEYS = 65_536
-MAX_TENSORS = 200_000
+MAX_TENSORS = 65_536
 #: Elements of all string arrays of one file, which must be stepped over one by one.
-MAX_STEPPED_ELEMENTS = 10_000_000
+MAX_STEPPED_ELEMENTS = 4_000_000
 MAX_KEY_BYTES = 65_535
-MAX_TENSOR_NAME_BYTES = 500
+MAX_TENSOR_NAME_BYTES = 200
 #: Of one text, and of all keys, names and texts of a file, which are kept in memory.
 MAX_TEXT_BYTES = 16 << 20
 MAX_KEPT_BYTES = 64 << 20

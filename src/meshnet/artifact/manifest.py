@@ -20,10 +20,10 @@ from pydantic import Field, ValidationError, model_validator
 from meshnet.core import LayerRange, Name, Noun
 from meshnet.errors import ArtifactError
 
-#: Of a manifest as text: thousands of tensors take about 150 bytes each.
-MAX_MANIFEST_BYTES = 64 << 20
+#: Of a manifest as text, in which a tensor takes about 200 bytes.
+MAX_MANIFEST_BYTES = 32 << 20
 MAX_FILES = 10_000
-MAX_TENSORS = 200_000
+MAX_TENSORS = 65_536
 #: Every piece has a hash in the torrent and a bit in what peers tell each other.
 MAX_PIECES = 500_000
 MIN_PIECE_BYTES = 16 << 10
@@ -67,7 +67,7 @@ class Role(StrEnum):
 class TensorRecord(Noun):
     """Where one tensor is. ``layer`` is None for a tensor of no layer, and then ``role`` tells what it is for."""
 
-    name: Annotated[str, Field(min_length=1, max_length=500)]
+    name: Annotated[str, Field(min_length=1, max_length=200)]
     dtype: Annotated[str, Field(pattern=r"^[A-Z0-9_]{1,20}$")]
     shape: Annotated[tuple[Annotated[int, Field(ge=1, le=2**53)], ...], Field(max_length=4)]
     file: Annotated[int, Field(ge=0, lt=MAX_FILES)]
