@@ -6,6 +6,7 @@ MeshnetError
 │   └── ArtifactError       a model file is missing, malformed or not what it should be
 ├── RequestError            bad input from an API client (HTTP 4xx)
 │   ├── UnknownModel
+│   ├── UnknownArtifact
 │   ├── PromptTooLong
 │   └── BadParameter
 ├── RouteError              the mesh cannot serve the request now (HTTP 429/5xx)
@@ -49,6 +50,10 @@ class RequestError(MeshnetError):
 
 class UnknownModel(RequestError):
     """No artifact of that name is known."""
+
+
+class UnknownArtifact(RequestError):
+    """Nobody has published that artifact at this tracker."""
 
 
 class PromptTooLong(RequestError):

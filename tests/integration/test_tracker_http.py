@@ -34,6 +34,9 @@ TOKEN = "join-0123456789"
 ME = "a" * 32
 OTHER = "b" * 32
 SESSION = "0" * 32
+DIGEST = f"sha256:{'0' * 64}"
+#: With a key in the path instead.
+FOR_BITTORRENT = {"/announce/{key}", "/scrape/{key}"}
 
 
 @pytest.fixture
@@ -71,6 +74,9 @@ CALLS = [
     ("GET", "/tracker/v1/models"),
     ("POST", "/tracker/v1/sessions"),
     ("POST", f"/tracker/v1/sessions/{SESSION}/end"),
+    ("PUT", f"/tracker/v1/artifacts/{DIGEST}"),
+    ("GET", "/tracker/v1/artifacts"),
+    ("GET", "/tracker/v1/artifacts/small"),
     ("GET", "/tracker/v1/status"),
 ]
 HEADERS: list[dict[str, str]] = [
@@ -98,8 +104,9 @@ async def test_every_call_needs_the_join_token(url: str, tracker: Tracker, metho
 def test_calls_above_are_all_there_are(tracker: Tracker) -> None:
     app = create_app(tracker, TOKEN)
     paths = {getattr(route, "path", "") for route in app.routes}
-    given = {path.replace("n1", "{node_id}").replace(SESSION, "{session_id}") for _, path in CALLS}
-    assert paths == given
+    names = {"n1": "{node_id}", SESSION: "{session_id}", DIGEST: "{digest}", "small": "{wanted}"}
+    given = {"/".join(names.get(part, part) for part in path.split("/")) for _, path in CALLS}
+    assert paths == given | FOR_BITTORRENT
 
 
 async def test_a_gateway_apart_gets_the_same_route(client: HttpRouteSource, tracker: Tracker) -> None:

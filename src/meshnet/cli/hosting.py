@@ -25,6 +25,8 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 log = logging.getLogger(__name__)
 
+#: What begins like this is the tracker's: calls of nodes, and announces of BitTorrent clients.
+TRACKER_PATHS = ("/tracker/", "/announce/", "/scrape/")
 #: Requests that still run this long after the first stop request are cut off.
 SHUTDOWN_S = 10
 #: From the connection to the end of a request's head. A client that keeps a fresh connection in reserve opens another.
@@ -32,13 +34,13 @@ HEAD_TIMEOUT_S = 60.0
 
 
 def side_by_side(tracker: Application, gateway: Application) -> Application:
-    """One application of two: ``/tracker/…`` goes to the tracker, all else (with start and end) to the gateway.
+    """One application of two: `TRACKER_PATHS` go to the tracker, all else (with start and end) to the gateway.
 
     Neither sees the other's middleware or error shapes.
     """
 
     async def application(scope: Scope, receive: Receive, send: Send) -> None:
-        to_tracker = scope["type"] == "http" and str(scope["path"]).startswith("/tracker/")
+        to_tracker = scope["type"] == "http" and str(scope["path"]).startswith(TRACKER_PATHS)
         await (tracker if to_tracker else gateway)(scope, receive, send)
 
     return application

@@ -1,6 +1,7 @@
 """The tracker's HTTP face, for nodes and for gateways that run apart: ``/tracker/v1/…``, join token as Bearer.
 
-Errors are ``{"error": {"code": …, "message": …}}``; the codes are those of `FAULTS`.
+Errors are ``{"error": {"code": …, "message": …}}``; the codes are those of `FAULTS`. Beside it, at the root, what
+BitTorrent clients call: ``/announce/KEY`` and ``/scrape/KEY``.
 """
 
 from __future__ import annotations
@@ -16,16 +17,20 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from meshnet.core import Noun
 from meshnet.errors import (
+    ArtifactError,
     LeaseLost,
     MeshnetError,
     NoRoute,
     NotAuthorized,
     RequestError,
     TrackerUnavailable,
+    UnknownArtifact,
     UnknownModel,
 )
+from meshnet.tracker.announce import AnnounceFace
 from meshnet.tracker.auth import bearer_is
 from meshnet.tracker.messages import (
+    PREFIX,
     Departure,
     Heartbeat,
     OpenSession,
@@ -34,18 +39,22 @@ from meshnet.tracker.messages import (
     SessionEnd,
     parse,
 )
+from meshnet.tracker.publication import MAX_PUBLICATION_BYTES, Publication
 from meshnet.tracker.tracker import Tracker
-
-PREFIX = "/tracker/v1"
 
 #: Most bytes of a request body: 64 shards with large boundary schemas stay far below.
 MAX_BODY_BYTES = 2 << 20
+
+#: A published artifact may be much larger than any other message, and take so long.
+PUBLICATION_TIMEOUT_S = 300.0
 
 #: A body that takes longer is refused, so that nobody holds connections for nothing.
 BODY_TIMEOUT_S = 30.0
 
 NODE_ID = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 NodeId = Annotated[str, Path(pattern=NODE_ID)]
+DigestPath = Annotated[str, Path(pattern=r"^sha256:[0-9a-f]{64}$")]
+WantedPath = Annotated[str, Path(max_length=200)]
 SessionIdPath = Annotated[str, Path(pattern=r"^[0-9a-f]{32}$")]
 
 
@@ -62,7 +71,9 @@ class Fault:
 FAULTS = (
     Fault(NotAuthorized, 401, "not_authorized"),
     Fault(UnknownModel, 404, "unknown_model"),
+    Fault(UnknownArtifact, 404, "unknown_artifact"),
     Fault(RequestError, 422, "bad_request"),
+    Fault(ArtifactError, 422, "bad_artifact"),
     Fault(NoRoute, 503, "no_route"),
     Fault(LeaseLost, 409, "lease_lost"),
     Fault(TrackerUnavailable, 503, "tracker_unavailable"),
@@ -110,9 +121,39 @@ def create_app(tracker: Tracker, join_token: str) -> FastAPI:
         )
         return Response(status_code=204)
 
+    # One at a time: reading a large one takes many times its size in memory.
+    reading = asyncio.Lock()
+
+    @app.put(PREFIX + "/artifacts/{digest}", dependencies=guarded)
+    async def publish(digest: DigestPath, request: Request) -> Response:
+        body = await _body(request, MAX_PUBLICATION_BYTES, PUBLICATION_TIMEOUT_S)
+        async with reading:
+            bundle = await asyncio.to_thread(lambda: Publication.parse(body).bundle(digest))
+        return _json(await tracker.artifacts.publish(bundle))
+
+    @app.get(PREFIX + "/artifacts", dependencies=guarded)
+    async def published() -> Response:
+        return _json(tracker.published())
+
+    @app.get(PREFIX + "/artifacts/{wanted}", dependencies=guarded)
+    async def artifact(wanted: WantedPath) -> Response:
+        return Response((await tracker.artifacts.get(wanted)).to_json(), media_type="application/json")
+
     @app.get(PREFIX + "/status", dependencies=guarded)
     async def status() -> Response:
         return _json(await tracker.status())
+
+    announces = AnnounceFace(tracker.artifacts, tracker.peers, tracker.settings, join_token)
+
+    # Not under the prefix: libtorrent talks to a tracker on loopback only at paths that begin like this.
+    @app.get("/announce/{key}")
+    async def announce(key: str, request: Request) -> Response:
+        connected_from = request.client.host if request.client else None
+        return _bencoded(announces.announce(key, request.scope["query_string"], connected_from))
+
+    @app.get("/scrape/{key}")
+    async def scrape(key: str, request: Request) -> Response:
+        return _bencoded(announces.scrape(key, request.scope["query_string"]))
 
     app.add_exception_handler(MeshnetError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_bad_path)
@@ -120,21 +161,25 @@ def create_app(tracker: Tracker, join_token: str) -> FastAPI:
     return app
 
 
-async def _body(request: Request) -> bytes:
+async def _body(request: Request, max_bytes: int = MAX_BODY_BYTES, timeout_s: float = BODY_TIMEOUT_S) -> bytes:
     body = bytearray()
     try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             async for chunk in request.stream():
                 body += chunk
-                if len(body) > MAX_BODY_BYTES:
-                    raise RequestError(f"the body is larger than {MAX_BODY_BYTES} bytes")
+                if len(body) > max_bytes:
+                    raise RequestError(f"the body is larger than {max_bytes} bytes")
     except TimeoutError as error:
-        raise RequestError(f"the body was not complete after {BODY_TIMEOUT_S:g} s") from error
+        raise RequestError(f"the body was not complete after {timeout_s:g} s") from error
     return bytes(body)
 
 
 def _json(answer: Noun) -> Response:
     return Response(answer.model_dump_json(), media_type="application/json")
+
+
+def _bencoded(answer: bytes) -> Response:
+    return Response(answer, media_type="text/plain")
 
 
 def _error(status: int, code: str, message: str, **details: object) -> JSONResponse:

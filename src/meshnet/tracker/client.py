@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -11,32 +12,40 @@ from urllib.parse import urlsplit
 import httpx
 from pydantic import ValidationError
 
+from meshnet.artifact.bundle import Bundle
 from meshnet.core import FinishCause, Noun, RouteSession, ServedModel
 from meshnet.errors import (
+    ArtifactError,
     LeaseLost,
     MeshnetError,
     NoRoute,
     NotAuthorized,
     RequestError,
     TrackerUnavailable,
+    UnknownArtifact,
     UnknownModel,
     UsageError,
 )
-from meshnet.tracker.app import PREFIX
 from meshnet.tracker.messages import (
+    PREFIX,
     Departure,
     Heartbeat,
     Lease,
     N,
     OpenSession,
+    PublishedArtifact,
+    PublishedArtifacts,
     Registration,
     ServedModels,
     SessionEnd,
     TrackerStatus,
 )
+from meshnet.tracker.publication import Publication, choose, whole_digest
 
 #: Connecting and answering; the tracker does no long work in a request.
 DEFAULT_TIMEOUT_S = 5.0
+#: Save for artifacts: megabytes over slow lines, checked by the tracker when they are complete.
+ARTIFACT_TIMEOUT_S = 120.0
 
 
 class TrackerClient:
@@ -101,11 +110,40 @@ class TrackerClient:
             SessionEnd(finish_cause=finish_cause, generated_tokens=generated_tokens),
         )
 
-    async def _call(self, method: str, path: str, message: Noun | None = None) -> bytes:
+    async def publish(self, bundle: Bundle) -> PublishedArtifact:
+        """Make an artifact known to all nodes, in place of an earlier publication of the same digest.
+
+        Raises ``ArtifactError`` if the tracker does not find it consistent.
+        """
+        body = await asyncio.to_thread(lambda: Publication.of(bundle).to_json())
+        answer = await self._call("PUT", f"/artifacts/{bundle.digest}", body, timeout_s=ARTIFACT_TIMEOUT_S)
+        return _read(PublishedArtifact, answer)
+
+    async def artifacts(self) -> Sequence[PublishedArtifact]:
+        """What has been published, and how many peers each has now."""
+        answer = await self._call("GET", "/artifacts", timeout_s=ARTIFACT_TIMEOUT_S)
+        return _read(PublishedArtifacts, answer).artifacts
+
+    async def artifact(self, wanted: str) -> Bundle:
+        """The manifest and torrent of an artifact: by digest, its first 8 digits or more, or name.
+
+        Raises ``UnknownArtifact`` if none fits, ``ArtifactError`` if several fit or what the tracker hands out is not
+        the artifact that was asked for.
+        """
+        digest = whole_digest(wanted) or choose(wanted, await self.artifacts()).digest
+        answer = await self._call("GET", f"/artifacts/{digest}", timeout_s=ARTIFACT_TIMEOUT_S)
         try:
-            answer = await self._http.request(
-                method, PREFIX + path, content=message.model_dump_json() if message is not None else None
-            )
+            return await asyncio.to_thread(lambda: Publication.parse(answer).bundle(digest))
+        except (ArtifactError, RequestError) as error:
+            raise ArtifactError(f"the tracker at {self.url} hands out something else as {digest}: {error}") from error
+
+    async def _call(
+        self, method: str, path: str, message: Noun | bytes | None = None, *, timeout_s: float | None = None
+    ) -> bytes:
+        content = message.model_dump_json() if isinstance(message, Noun) else message
+        timeout = self._http.timeout if timeout_s is None else httpx.Timeout(timeout_s, connect=DEFAULT_TIMEOUT_S)
+        try:
+            answer = await self._http.request(method, PREFIX + path, content=content, timeout=timeout)
         except httpx.HTTPError as error:
             raise TrackerUnavailable(
                 f"no answer from the tracker at {self.url} ({_cause(error)}); is `meshnet serve` running there?"
@@ -158,6 +196,10 @@ def _error_from(answer: httpx.Response, url: str) -> MeshnetError:
     match code:
         case "not_authorized":
             return NotAuthorized(message)
+        case "unknown_artifact":
+            return UnknownArtifact(message, param="artifact")
+        case "bad_artifact":
+            return ArtifactError(message)
         case "unknown_model":
             return UnknownModel(message, param="model")
         case "bad_request":

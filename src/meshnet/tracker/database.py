@@ -1,4 +1,4 @@
-"""What outlives a tracker restart: nodes and their leases, advertised shards, models seen, sessions.
+"""What outlives a tracker restart: nodes and leases, advertised shards, models seen, published artifacts, sessions.
 
 SQLite by default (write-ahead log, foreign keys on), any SQLAlchemy async URL otherwise. Tables are made at start.
 """
@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
-from sqlalchemy import JSON, ForeignKey, Index, event
+from sqlalchemy import JSON, BigInteger, ForeignKey, Index, event
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
@@ -64,6 +64,36 @@ class ModelRow(Base):
     architecture: Mapped[str]
     n_layer: Mapped[int]
     first_seen_unix_s: Mapped[int]
+
+
+class ArtifactRow(Base):
+    """A published artifact, as it was published last."""
+
+    __tablename__ = "artifacts"
+    #: All columns but the two large ones.
+    SUMMARY: ClassVar = (
+        "digest",
+        "name",
+        "architecture",
+        "n_layer",
+        "size_bytes",
+        "n_files",
+        "info_hash",
+        "earlier_info_hashes",
+        "published_unix_s",
+    )
+
+    digest: Mapped[str] = mapped_column(primary_key=True)
+    name: Mapped[str]
+    architecture: Mapped[str]
+    n_layer: Mapped[int]
+    size_bytes: Mapped[int] = mapped_column(BigInteger)
+    n_files: Mapped[int]
+    info_hash: Mapped[str]
+    earlier_info_hashes: Mapped[list[str]]
+    published_unix_s: Mapped[int]
+    manifest: Mapped[bytes]
+    torrent: Mapped[bytes]
 
 
 class SessionRow(Base):

@@ -16,8 +16,14 @@ from meshnet.errors import RequestError
 #: Of the Meshnet that runs here.
 VERSION = version("meshnet")
 
+#: Of the tracker's calls.
+PREFIX = "/tracker/v1"
+
 #: Most shards one node may advertise.
 MAX_SHARDS_PER_NODE = 64
+
+#: Swarms that an artifact had under other file names, and that stay open.
+MAX_EARLIER_SWARMS = 8
 
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Epoch = Annotated[int, Field(ge=1, le=2**53)]
@@ -25,6 +31,8 @@ SessionId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 #: Random per process start: tells a repeated call of one process from a second process with the same node id.
 Instance = Annotated[str, Field(pattern=r"^[0-9a-f]{16,64}$")]
 WorkerKey = Annotated[str, Field(pattern=r"^([0-9a-f]{2}){16,64}$")]
+ArtifactDigest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
+InfoHash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Version = Annotated[str, Field(min_length=1, max_length=100)]
 
 N = TypeVar("N", bound=Noun)
@@ -107,6 +115,32 @@ class ServedModels(Noun):
     """Models that a complete route serves now."""
 
     models: tuple[ServedModel, ...]
+
+
+class PublishedArtifact(Noun):
+    """What the tracker knows of a published artifact, beside its manifest and torrent.
+
+    ``info_hash`` names its swarm; ``earlier_info_hashes`` those that it had under other file names, last first. Peers
+    are those of all of them now; complete ones have every byte.
+    """
+
+    digest: ArtifactDigest
+    name: Name
+    architecture: Name
+    n_layer: Count
+    size_bytes: Count
+    n_files: Count
+    info_hash: InfoHash
+    earlier_info_hashes: Annotated[tuple[InfoHash, ...], Field(max_length=MAX_EARLIER_SWARMS)] = ()
+    published_unix_s: Count
+    peers: Count = 0
+    complete_peers: Count = 0
+
+
+class PublishedArtifacts(Noun):
+    """Everything published, by name."""
+
+    artifacts: tuple[PublishedArtifact, ...]
 
 
 class ShardStatus(Noun):

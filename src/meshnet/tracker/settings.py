@@ -12,7 +12,7 @@ class TrackerSettings:
     """Limits of one tracker.
 
     Raises:
-        UsageError: a limit is not positive, or a lease would run out between two heartbeats.
+        UsageError: a limit is not positive, a lease would run out between two heartbeats, or intervals contradict.
     """
 
     #: How often a node is told to report. A dead shard is withdrawn by its node at once; this bounds how stale load is.
@@ -25,6 +25,10 @@ class TrackerSettings:
     keep_closed_sessions_s: float = 86_400.0
     #: How often expiry runs. Routes never use an expired node, however late this is.
     sweep_s: float = 1.0
+    #: How often peers of a swarm are told to announce themselves. One that starts learns of the others at once.
+    announce_interval_s: float = 60.0
+    #: Peers that want others badly may ask this often.
+    announce_min_interval_s: float = 15.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -35,3 +39,13 @@ class TrackerSettings:
                 f"lease_ttl_s is {self.lease_ttl_s:g}, less than two heartbeats of {self.heartbeat_s:g} s; "
                 "nodes would be lost between reports"
             )
+        if self.announce_min_interval_s > self.announce_interval_s:
+            raise UsageError(
+                f"announce_min_interval_s is {self.announce_min_interval_s:g}, more than the interval of "
+                f"{self.announce_interval_s:g} s that it bounds from below"
+            )
+
+    @property
+    def peer_ttl_s(self) -> float:
+        """A peer silent for this long is forgotten: after two announces that did not come."""
+        return 2.5 * self.announce_interval_s

@@ -1,4 +1,4 @@
-"""One tracker: database, registry and sessions together, with expiry running in the background."""
+"""One tracker: database, registry, sessions and artifacts together, with expiry running in the background."""
 
 from __future__ import annotations
 
@@ -9,9 +9,19 @@ from contextlib import asynccontextmanager, suppress
 
 from meshnet.core import LayerRange, Shard
 from meshnet.errors import TrackerUnavailable
+from meshnet.tracker.artifacts import Artifacts, short_hashes
 from meshnet.tracker.clock import ListeningClock
 from meshnet.tracker.database import Database
-from meshnet.tracker.messages import VERSION, ModelCoverage, NodeStatus, ShardStatus, TrackerStatus
+from meshnet.tracker.messages import (
+    VERSION,
+    ModelCoverage,
+    NodeStatus,
+    PublishedArtifact,
+    PublishedArtifacts,
+    ShardStatus,
+    TrackerStatus,
+)
+from meshnet.tracker.peers import Peers
 from meshnet.tracker.registry import Node, Registry
 from meshnet.tracker.routes import covers, gaps, why_no_route
 from meshnet.tracker.sessions import Sessions
@@ -26,8 +36,11 @@ class Tracker:
     def __init__(self, database: Database, settings: TrackerSettings) -> None:
         self.settings = settings
         # Expiry reads the clock at every turn.
-        self.registry = Registry(database, settings, clock=ListeningClock(2 * settings.sweep_s))
+        clock = ListeningClock(2 * settings.sweep_s)
+        self.registry = Registry(database, settings, clock=clock)
         self.sessions = Sessions(database, self.registry, settings)
+        self.artifacts = Artifacts(database)
+        self.peers = Peers(settings.peer_ttl_s, clock=clock)
 
     @classmethod
     @asynccontextmanager
@@ -42,6 +55,7 @@ class Tracker:
             tracker = cls(database, settings or TrackerSettings())
             await tracker.registry.restore()
             await tracker.sessions.restore()
+            await tracker.artifacts.restore()
             sweeping = asyncio.create_task(tracker._sweep(), name="tracker expiry")
             try:
                 yield tracker
@@ -62,15 +76,29 @@ class Tracker:
             closed_sessions=await self.sessions.count_closed(),
         )
 
+    def published(self) -> PublishedArtifacts:
+        """Everything published, with its peers now."""
+        return PublishedArtifacts(artifacts=tuple(self._with_peers(artifact) for artifact in self.artifacts.all()))
+
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(self.settings.sweep_s)
+            self.peers.expire()
             try:
                 await self.registry.expire()
                 await self.sessions.expire()
             except TrackerUnavailable as error:
                 # A full disk must not end expiry for good; it is tried again at the next turn.
                 log.error("expiry failed, trying again in %g s: %s", self.settings.sweep_s, error)
+
+    def _with_peers(self, artifact: PublishedArtifact) -> PublishedArtifact:
+        counts = [self.peers.count(short_hash) for short_hash in short_hashes(artifact)]
+        return artifact.model_copy(
+            update={
+                "peers": sum(count.peers for count in counts),
+                "complete_peers": sum(count.complete for count in counts),
+            }
+        )
 
     def _node_status(self, node: Node) -> NodeStatus:
         return NodeStatus(
