@@ -12,9 +12,9 @@ from meshnet.cli.hosting import Application, listen
 
 
 @asynccontextmanager
-async def running(application: Application, port: int = 0) -> AsyncIterator[str]:
+async def running(application: Application) -> AsyncIterator[str]:
     """Serve ``application`` while the block runs; gives its URL."""
-    with listen("127.0.0.1", port) as listener:
+    with listen("127.0.0.1", 0) as listener:
         server = uvicorn.Server(uvicorn.Config(application, log_config=None, timeout_graceful_shutdown=5))
         serving = asyncio.create_task(server._serve(sockets=[listener]))
         try:
