@@ -108,7 +108,7 @@ MALFORMED: dict[str, tuple[Callable[[], bytes], str]] = {
     "too many keys": (lambda: keyed(n_keys=2**64 - 1), "it claims 18446744073709551615 metadata keys"),
     "just too many keys": (lambda: keyed(n_keys=gguf_header.MAX_KEYS + 1), "it claims 65537 metadata keys"),
     "too many tensors": (lambda: keyed(n_tensors=2**64 - 1), "and 18446744073709551615 tensors"),
-    "just too many tensors": (lambda: keyed(n_tensors=gguf_header.MAX_TENSORS + 1), "65537 tensors"),
+    "just too many tensors": (lambda: keyed(n_tensors=gguf_header.MAX_TENSORS + 1), "32769 tensors"),
     "keys that are not there": (lambda: keyed(n_keys=9), "truncated|malformed"),
     "tensors that are not there": (lambda: only(SmallTensor("t"), n_tensors=2000), "truncated|malformed"),
     "truncated tensor table": (lambda: only(SmallTensor("token_embd.weight"))[:60], "truncated: it ends inside"),

@@ -24,7 +24,7 @@ SUPPORTED_VERSIONS = (2, 3)
 
 #: Far above any real model, and small enough that a walk over them takes a moment.
 MAX_KEYS = 65_536
-MAX_TENSORS = 65_536
+MAX_TENSORS = 32_768
 #: Elements of all string arrays of one file, which must be stepped over one by one.
 MAX_STEPPED_ELEMENTS = 4_000_000
 MAX_KEY_BYTES = 65_535

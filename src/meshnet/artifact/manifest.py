@@ -21,12 +21,13 @@ from meshnet.core import LayerRange, Name, Noun
 from meshnet.errors import ArtifactError
 
 #: Of a manifest as text, in which a tensor takes about 200 bytes.
-MAX_MANIFEST_BYTES = 32 << 20
+MAX_MANIFEST_BYTES = 16 << 20
 MAX_FILES = 10_000
-MAX_TENSORS = 65_536
+MAX_TENSORS = 32_768
 #: Every piece has a hash in the torrent and a bit in what peers tell each other.
 MAX_PIECES = 500_000
-MIN_PIECE_BYTES = 16 << 10
+#: Two blocks: of a piece of a single block, libtorrent takes the right hashes for wrong, and drops who sent them.
+MIN_PIECE_BYTES = 32 << 10
 MAX_PIECE_BYTES = 64 << 20
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]

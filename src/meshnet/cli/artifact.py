@@ -43,10 +43,11 @@ def create(
     from meshnet.artifact.create import create_bundle
     from meshnet.artifact.splits import require_one_model
     from meshnet.cli.progress import progress_of
+    from meshnet.cli.show import printable
 
     require_one_model(paths)
     _require_directory(output)
-    with progress_of(f"hashing {paths[0].name}") as progress:
+    with progress_of(f"hashing {printable(paths[0].name)}") as progress:
         bundle = create_bundle(paths[0], name=name, web_seeds=web_seed or (), threads=threads, progress=progress)
     # A name may have slashes in it, a file's may not.
     stem = bundle.manifest.name.replace("/", "-")
