@@ -50,9 +50,9 @@ def test_the_same_files_make_the_same_bytes(small: Path) -> None:
 
 def test_names_places_and_web_seeds_are_no_part_of_the_identity(small: Path, tmp_path: Path) -> None:
     original = create_bundle(small)
-    moved = shutil.copy(small, tmp_path / "Other.GGUF")
+    moved = Path(shutil.copy(small, tmp_path / "Other.GGUF"))
     (tmp_path / "deep" / "er").mkdir(parents=True)
-    copied = shutil.copy(small, tmp_path / "deep" / "er" / "small.gguf")
+    copied = Path(shutil.copy(small, tmp_path / "deep" / "er" / "small.gguf"))
     others = [
         create_bundle(moved),
         create_bundle(copied),
@@ -439,7 +439,8 @@ def test_piece_hashes_that_do_not_lead_to_the_root_are_refused(tmp_path: Path) -
     assert len(bundle.pieces) > 1
     good: Any = libtorrent.bdecode(bundle.torrent)
     ((root, layer),) = good[b"piece layers"].items()
-    for wrong in (layer[:-1], layer[:-32], layer + bytes(32), bytes([layer[0] ^ 1]) + layer[1:], [layer], 7, {}):
+    wrongs: list[Any] = [layer[:-1], layer[:-32], layer + bytes(32), bytes([layer[0] ^ 1]) + layer[1:], [layer], 7, {}]
+    for wrong in wrongs:
         data = bytes(libtorrent.bencode({**good, b"piece layers": {root: wrong}}))
         with pytest.raises(ArtifactError, match="malformed or of another artifact"):
             torrent.read_torrent(data, bundle.manifest)
