@@ -20,7 +20,7 @@ from meshnet.errors import ArtifactError, RequestError, UnknownArtifact
 from meshnet.tracker.messages import PublishedArtifact, parse
 
 #: Most bytes of one: the largest manifest and the largest torrent fit.
-MAX_PUBLICATION_BYTES = 96 << 20
+MAX_PUBLICATION_BYTES = 48 << 20
 
 
 class PublicationBody(Noun):
@@ -49,7 +49,9 @@ class Publication:
             RequestError: not such an object; the message names the field.
         """
         told = parse(PublicationBody, body)
-        manifest = told.manifest if isinstance(told.manifest, str) else json.dumps(told.manifest)
+        manifest = told.manifest
+        if not isinstance(manifest, str):
+            manifest = json.dumps(manifest, separators=(",", ":"), ensure_ascii=False)
         try:
             torrent = base64.b64decode(told.torrent_base64, validate=True)
         except (binascii.Error, ValueError) as error:
