@@ -33,7 +33,7 @@ MAX_TENSOR_NAME_BYTES = 200
 MAX_TEXT_BYTES = 16 << 20
 MAX_KEPT_BYTES = 64 << 20
 #: Metadata and tensor table; every shard of a model fetches them.
-MAX_HEADER_BYTES = 1 << 30
+MAX_HEADER_BYTES = 256 << 20
 MAX_DIMENSIONS = 4
 MAX_ALIGNMENT = 1 << 20
 
