@@ -43,7 +43,11 @@ def test_what_goes_wrong_is_told() -> None:
     # The fuzz itself can fail: with a reader that lets another exception through.
     code = (
         "from tests.support import artifact_fuzz as fuzz\n"
-        "fuzz.read_torrent = lambda data, manifest: fuzz.libtorrent.bdecode(data)\n"
+        "careful = fuzz.read_torrent\n"
+        "def careless(data, manifest):\n"
+        "    fuzz.libtorrent.bdecode(data)\n"
+        "    return careful(data, manifest)\n"
+        "fuzz.read_torrent = careless\n"
         "fuzz.fuzz('torrents', 1, 100)\n"
     )
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
