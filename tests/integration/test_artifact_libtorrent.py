@@ -20,7 +20,7 @@ from tests.support.split_models import split_model
 DEADLINE_S = 60.0
 PIECE = MIN_PIECE_BYTES
 BLOCK = 16 << 10
-SETTINGS = {
+SETTINGS: Any = {
     "listen_interfaces": "127.0.0.1:0",
     "enable_dht": False,
     "enable_lsd": False,
