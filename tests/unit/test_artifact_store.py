@@ -102,7 +102,7 @@ def test_other_mounts_are_fine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_escapes_of_the_mount_table() -> None:
     (mount,) = mounts.parse_mounts(r"1 0 8:1 /a\040b\134c /mnt/\303\244 rw - ext4 x rw")
-    assert mount == mounts.Mount("8:1", PurePosixPath("/a b\\c"), PurePosixPath("/mnt/ä"))
+    assert mount == mounts.Mount("8:1", PurePosixPath("/a b\\c"), PurePosixPath("/mnt/ä"), "ext4")
 
 
 def test_the_mount_table_of_this_machine_can_be_read() -> None:

@@ -12,19 +12,25 @@ import json
 import logging
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from meshnet.artifact import store
 from meshnet.artifact.bundle import Bundle
-from meshnet.artifact.stored import LINKS, MANIFEST, TORRENT, StoredArtifact, write_json, write_whole
+from meshnet.artifact.disk import disk_bytes, write_json, write_whole
+from meshnet.artifact.stored import FILES, LINKS, MANIFEST, TORRENT, StoredArtifact
 from meshnet.errors import ArtifactError, StoreError
 
 log = logging.getLogger(__name__)
 
 QUOTA_ENVIRONMENT = "MESHNET_STORE_QUOTA"
 _USE_LOCK = "use.lock"
+#: What is being deleted is called so first, and swept up later if that was interrupted.
+_REMOVED = ".removed-"
+#: While something is fetched, that much of the quota may seem to be missing that is not: file systems round up.
+_QUOTA_SLACK = 0.01
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
@@ -35,45 +41,47 @@ class Library:
         self.root = (root if root is not None else store.store_root()) / "artifacts"
 
     def add(self, bundle: Bundle, links: Sequence[Path] | None = None) -> StoredArtifact:
-        """Keep manifest and torrent, unless the artifact is there already with files of the store's own.
+        """Keep manifest and torrent; an artifact that is there already takes over no more than name and web seeds.
 
-        ``links`` are complete files to serve where they are.
+        ``links`` are complete files to serve where they are, unless the store has files of its own. A manifest or
+        torrent that is damaged is replaced.
 
         Raises:
             StoreError: the disk is full or cannot be written.
-            ArtifactError: what is there is damaged.
+            ArtifactError: what is there is damaged in another way.
         """
+        self._sweep()
         directory = self._directory(bundle.digest)
-        existing = self._read(directory)
+        existing = self._read_or_warn(directory)
         if existing is not None and (links is None or existing.links is None):
-            return existing
+            if existing.bundle.manifest == bundle.manifest or not _same_files(existing.bundle, bundle):
+                return existing
+            links = None
         try:
             directory.mkdir(parents=True, exist_ok=True)
             write_whole(directory / TORRENT, bundle.torrent)
-            if links is not None:
-                self._write_links(directory, links)
+            if links is not None and not (directory / FILES).exists():
+                write_json(directory / LINKS, [os.path.realpath(path) for path in links])
             # Last, because it is what makes the artifact exist.
             write_whole(directory / MANIFEST, bundle.manifest.to_json())
         except OSError as error:
-            raise StoreError(f"{directory} cannot be written: {error.strerror}; free some space") from error
-        return self._need(bundle.digest)
+            raise StoreError(f"{directory} cannot be written: {error.strerror}") from error
+        stored = self._read(directory)
+        if stored is None:
+            raise StoreError(f"{directory} vanished while it was written")
+        return stored
 
     def all(self) -> list[StoredArtifact]:
-        """Every artifact, by name. Damaged entries are logged and left out."""
-        try:
-            directories = sorted(self.root.iterdir())
-        except FileNotFoundError:
-            return []
-        found = []
-        for directory in directories:
-            try:
-                stored = self._read(directory)
-            except ArtifactError as error:
-                log.warning("%s is damaged: %s", directory, error)
-                continue
-            if stored is not None:
-                found.append(stored)
-        return sorted(found, key=lambda stored: (stored.bundle.manifest.name, stored.digest))
+        """Every artifact, by name. Damaged entries are logged and left out, foreign files passed over.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+        found = [self._read_or_warn(directory) for directory in self._directories()]
+        return sorted(
+            (stored for stored in found if stored is not None),
+            key=lambda stored: (stored.bundle.manifest.name, stored.digest),
+        )
 
     def find(self, wanted: str) -> StoredArtifact | None:
         """By digest (or its first 8 digits and more), or by name.
@@ -120,45 +128,57 @@ class Library:
         Raises:
             StoreError: it is in use, or cannot be deleted.
         """
+        self._sweep()
         freed_bytes = stored.disk_bytes()
         with self._use_lock(stored, fcntl.LOCK_EX) as free:
             if not free:
                 raise StoreError(f"{stored.digest} is in use by a running node; stop that first")
+            # Gone at once for everybody, however long the deletion takes.
+            doomed = self.root / f"{_REMOVED}{secrets.token_hex(8)}"
             try:
-                # First what makes it exist, so that half a removal is a removal.
-                (stored.directory / MANIFEST).unlink()
-                shutil.rmtree(stored.directory)
+                stored.directory.rename(doomed)
+                shutil.rmtree(doomed)
             except OSError as error:
                 raise StoreError(f"{error.filename} cannot be deleted: {error.strerror}") from error
         return freed_bytes
 
-    def ensure_room(self, stored: StoredArtifact, missing_bytes: int) -> None:
-        """Check disk and quota before ``missing_bytes`` more are fetched.
+    def ensure_room(self, stored: StoredArtifact, missing_bytes: int, *, underway: bool = False) -> None:
+        """Check disk and quota before ``missing_bytes`` more are fetched, or, with ``underway``, while they are.
 
         Raises:
             StoreError: they do not fit; the message has the figures.
         """
         if stored.links is not None:
             return
-        store.ensure_space(stored.directory, missing_bytes)
+        store.ensure_space(stored.directory, missing_bytes, underway=underway)
         quota_bytes = quota()
         if quota_bytes is not None:
-            used_bytes = sum(other.disk_bytes() for other in self.all())
-            if used_bytes + missing_bytes > quota_bytes:
+            used_bytes = disk_bytes(self.root)
+            limit_bytes = quota_bytes * (1 + _QUOTA_SLACK if underway else 1)
+            if used_bytes + missing_bytes > limit_bytes:
                 raise StoreError(
-                    f"the store's quota is too small ({QUOTA_ENVIRONMENT}): {missing_bytes / 1e6:.0f} MB are needed, "
-                    f"{used_bytes / 1e6:.0f} of {quota_bytes / 1e6:.0f} MB are taken; "
+                    f"the store's quota is too small ({QUOTA_ENVIRONMENT}): {missing_bytes / 1e6:.1f} MB are needed, "
+                    f"{used_bytes / 1e6:.1f} of {quota_bytes / 1e6:.1f} MB are taken; "
                     "remove an artifact (`meshnet artifact remove`) or raise the quota"
                 )
 
     def _directory(self, digest: str) -> Path:
         return self.root / digest.removeprefix("sha256:")
 
-    def _need(self, digest: str) -> StoredArtifact:
-        stored = self._read(self._directory(digest))
-        if stored is None:
-            raise StoreError(f"{self._directory(digest)} vanished while it was written")
-        return stored
+    def _directories(self) -> list[Path]:
+        try:
+            return sorted(path for path in self.root.iterdir() if re.fullmatch(r"[0-9a-f]{64}", path.name))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise StoreError(f"{self.root} cannot be read: {error.strerror}") from error
+
+    def _read_or_warn(self, directory: Path) -> StoredArtifact | None:
+        try:
+            return self._read(directory)
+        except ArtifactError as error:
+            log.warning("%s is damaged: %s", directory, error)
+            return None
 
     def _read(self, directory: Path) -> StoredArtifact | None:
         try:
@@ -173,17 +193,28 @@ class Library:
             raise ArtifactError(f"{directory} holds another artifact than its name says ({bundle.digest})")
         return StoredArtifact(directory, bundle, _read_links(directory, len(bundle.manifest.file_names)))
 
-    def _write_links(self, directory: Path, links: Sequence[Path]) -> None:
-        write_json(directory / LINKS, [os.fspath(path) for path in _absolute(links)])
+    def _sweep(self) -> None:
+        # What an interrupted removal left.
+        for doomed in self.root.glob(f"{_REMOVED}*"):
+            shutil.rmtree(doomed, ignore_errors=True)
 
     @contextlib.contextmanager
     def _use_lock(self, stored: StoredArtifact, kind: int) -> Iterator[bool]:
-        with (stored.directory / _USE_LOCK).open("w") as lock:
+        path = stored.directory / _USE_LOCK
+        try:
+            lock = path.open("w")
+        except FileNotFoundError:
+            raise StoreError(f"{stored.digest} is not in the store any more") from None
+        except OSError as error:
+            raise StoreError(f"{stored.directory} cannot be written: {error.strerror}") from error
+        with lock:
             try:
                 fcntl.flock(lock, kind | fcntl.LOCK_NB)
             except BlockingIOError:
                 yield False
                 return
+            if not path.exists():
+                raise StoreError(f"{stored.digest} is not in the store any more")
             yield True
 
 
@@ -210,8 +241,9 @@ def quota() -> int | None:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def _absolute(paths: Sequence[Path]) -> tuple[Path, ...]:
-    return tuple(Path(os.path.realpath(path)) for path in paths)
+def _same_files(one: Bundle, other: Bundle) -> bool:
+    """True if both call the files by the same names."""
+    return (one.manifest.directory, one.manifest.file_names) == (other.manifest.directory, other.manifest.file_names)
 
 
 def _read_links(directory: Path, n_files: int) -> tuple[Path, ...] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -16,6 +17,7 @@ class Mount:
     device: str
     root: PurePosixPath
     point: PurePosixPath
+    kind: str = ""
 
 
 def parse_mounts(table: str) -> list[Mount]:
@@ -24,7 +26,10 @@ def parse_mounts(table: str) -> list[Mount]:
     for line in table.splitlines():
         fields = line.split(" ")
         if len(fields) >= 6:
-            mounts.append(Mount(fields[2], PurePosixPath(_unescape(fields[3])), PurePosixPath(_unescape(fields[4]))))
+            # Optional fields, a dash, the file system's kind.
+            kind = fields[fields.index("-", 6) + 1] if "-" in fields[6:-1] else ""
+            root, point = (PurePosixPath(_unescape(field)) for field in fields[3:5])
+            mounts.append(Mount(fields[2], root, point, kind))
     return mounts
 
 
@@ -34,6 +39,14 @@ def read_mounts() -> list[Mount]:
         return parse_mounts(MOUNT_TABLE.read_text(errors="surrogateescape"))
     except OSError:
         return []
+
+
+def is_mounted(point: PurePosixPath) -> bool:
+    """True if a file system is mounted at exactly this place, which is absolute and free of symlinks, now."""
+    # Makes an automounter do its work; it stands in the table itself, too, without the drive.
+    with contextlib.suppress(OSError):
+        os.listdir(point)
+    return any(mount.point == point and mount.kind != "autofs" for mount in read_mounts())
 
 
 def other_places(path: PurePosixPath, mounts: list[Mount]) -> list[PurePosixPath]:

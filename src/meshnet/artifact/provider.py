@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
-import json
 import logging
-import os
-import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 from meshnet.artifact.library import Library
-from meshnet.artifact.stored import Damage, StoredArtifact, Writer, write_json
+from meshnet.artifact.scrub import SCRUB_BYTES_PER_S, Scrub
+from meshnet.artifact.sources import Address
+from meshnet.artifact.stored import Damage, StoredArtifact, Writer
 from meshnet.artifact.swarm import Swarm, SwarmOptions, SwarmState
+from meshnet.artifact.wants import Wants
 from meshnet.artifact.web_seeds import usable_web_seeds
-from meshnet.errors import ArtifactError, StoreError
+from meshnet.errors import MeshnetError
 
 log = logging.getLogger(__name__)
 
@@ -34,10 +32,10 @@ T = TypeVar("T")
 STEP_S = 0.25
 #: How often one process looks at what the others want, and whether the writer is gone.
 LOOK_S = 0.5
-#: Bytes per second that looking after what is on the disk may read.
-SCRUB_BYTES_PER_S = 16 << 20
-SCRUB_PAUSE_S = 1.0
-_WANTS = "wants"
+#: Web seeds are looked for anew when nothing has arrived for so long.
+STALL_S = 10.0
+#: Damaged pieces that are named in the log, at most, of those that are found at once.
+_NAMED = 10
 
 
 @dataclass(frozen=True)
@@ -66,6 +64,7 @@ class Provider:
         *,
         trackers: Sequence[str] = (),
         web_seeds: Sequence[str] = (),
+        peers: Sequence[Address] = (),
         scrub_bytes_per_s: int = SCRUB_BYTES_PER_S,
         on_damage: Callable[[Damage], None] | None = None,
     ) -> None:
@@ -74,13 +73,15 @@ class Provider:
         self._options = options
         self._trackers = trackers
         self._extra_web_seeds = web_seeds
+        self._peers = peers
         self._scrub_bytes_per_s = scrub_bytes_per_s
         self._on_damage = on_damage
-        self._wants = _Wants(stored)
+        self._wants = Wants(stored)
         self._wanted: frozenset[int] = frozenset()
         self._changed = asyncio.Condition()
         self._state = ProviderState()
-        self._failure: BaseException | None = None
+        self._failure: Exception | None = None
+        self._cancelled = False
         #: libtorrent and the record are used from one thread.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="swarm")
         self.port: int | None = None
@@ -140,7 +141,8 @@ class Provider:
                             await self._write(writer)
                     await self._tell(self._measured(writing=False))
                     await asyncio.sleep(LOOK_S)
-        except (StoreError, ArtifactError) as error:
+        except Exception as error:
+            # Of any kind: whoever waits must hear of it.
             self._failure = error
             await self._tell(self._state)
             raise
@@ -149,38 +151,82 @@ class Provider:
 
     async def _write(self, writer: Writer) -> None:
         await self._tell(replace(self._measured(writing=True), checking=True))
-        self._report(await self._in_thread(writer.recover))
-        web_seeds, problems = await usable_web_seeds(
-            self.stored.bundle.manifest, (*self.stored.bundle.manifest.web_seeds, *self._extra_web_seeds)
-        )
-        swarm = await self._in_thread(
-            lambda: Swarm(writer, self._options, trackers=self._trackers, web_seeds=web_seeds)
-        )
-        self.port = swarm.port
-        scrub = _Scrub(self.stored, self._scrub_bytes_per_s)
-        looked_at = 0.0
+        self._report(await self._in_thread(lambda: writer.recover(self._go_on)))
+        swarm: Swarm | None = None
+
+        def join() -> Swarm:
+            nonlocal swarm
+            swarm = Swarm(writer, self._options, trackers=self._trackers, peers=self._peers)
+            return swarm
+
         try:
-            while True:
-                if time.monotonic() - looked_at >= LOOK_S:
-                    looked_at = time.monotonic()
-                    wanted = self._wanted | await self._in_thread(self._wants.of_others)
-                    await self._in_thread(partial(swarm.want, wanted))
-                state = await self._in_thread(lambda: swarm.step(STEP_S))
-                state = replace(state, problems={**problems, **state.problems})
-                await self._tell(replace(self._measured(writing=True), swarm=state))
-                damage = await self._in_thread(scrub.look)
-                if damage:
-                    self._report(damage)
-                    await self._in_thread(partial(swarm.refetch, [one.piece for one in damage]))
+            joined = await self._in_thread(join)
+            self.port = joined.port
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._find_web_seeds(joined))
+                tasks.create_task(self._look_after(joined))
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
         finally:
             # Also when cancelled: what arrived last must be on record.
-            await asyncio.shield(self._in_thread(swarm.close))
+            if swarm is not None:
+                await self._in_thread(swarm.close)
+
+    async def _find_web_seeds(self, swarm: Swarm) -> None:
+        """Find those that are of use; again whenever something is missing and nothing arrives."""
+        manifest = self.stored.bundle.manifest
+        bases = (*manifest.web_seeds, *self._extra_web_seeds)
+        while bases:
+            web_seeds, problems = await usable_web_seeds(manifest, bases)
+            await self._in_thread(partial(swarm.offer, web_seeds, problems))
+            await self._stall(swarm)
+
+    async def _stall(self, swarm: Swarm) -> None:
+        """Wait until nothing has arrived for a while, although something is missing."""
+        seen, seen_at = -1, time.monotonic()
+        while not swarm.lost_redirect and time.monotonic() - seen_at < STALL_S:
+            async with self._changed:
+                await self._changed.wait()
+            state = self._state.swarm
+            if not state.missing_bytes or state.downloaded_bytes != seen:
+                seen, seen_at = state.downloaded_bytes, time.monotonic()
+
+    async def _look_after(self, swarm: Swarm) -> None:
+        scrub = Scrub(self.stored, self._scrub_bytes_per_s)
+        looked_at = 0.0
+        while True:
+            look = time.monotonic() - looked_at >= LOOK_S
+            if look:
+                looked_at = time.monotonic()
+            state, damage = await self._in_thread(partial(self._step, swarm, scrub, look=look))
+            self._report(damage)
+            await self._tell(replace(self._measured(writing=True), swarm=state))
+
+    def _step(self, swarm: Swarm, scrub: Scrub, *, look: bool) -> tuple[SwarmState, list[Damage]]:
+        """In the thread: a moment of the swarm; with ``look``, also at what others do to our files and our disk."""
+        damage: list[Damage] = []
+        if look:
+            swarm.want(self._wanted | self._wants.of_others())
+            if swarm.is_astray:
+                damage = swarm.reload(self._go_on)
+        state = swarm.step(STEP_S)
+        if look and state.missing_bytes:
+            self._library.ensure_room(self.stored, state.missing_bytes, underway=True)
+        if not swarm.is_astray:
+            decayed = scrub.look()
+            if decayed:
+                swarm.refetch([one.piece for one in decayed])
+                damage += decayed
+        return state, damage
 
     def _report(self, damage: Sequence[Damage]) -> None:
-        for one in damage:
-            cure = "fetching it again" if self.stored.links is None else "the file is not the store's: replace it"
+        cure = "fetching it again" if self.stored.links is None else "the file is not the store's: replace it"
+        for one in damage[:_NAMED]:
             log.error("damaged: %s; %s", one, cure)
-            if self._on_damage is not None:
+        if len(damage) > _NAMED:
+            log.error("damaged: %d more pieces of %s", len(damage) - _NAMED, self.stored.bundle.manifest.name)
+        if self._on_damage is not None:
+            for one in damage:
                 self._on_damage(one)
 
     def _measured(self, *, writing: bool) -> ProviderState:
@@ -199,7 +245,26 @@ class Provider:
             self._changed.notify_all()
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        """Never leaves while the thread is at work: it may only write as long as this process has the right to."""
+        future = asyncio.get_running_loop().run_in_executor(self._thread, work)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            self._cancelled = True
+            while not future.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([future])
+            future.exception()  # not missed
+            raise
+
+    def _go_on(self, *_: int) -> None:
+        """Ends long checks when the provider is cancelled."""
+        if self._cancelled:
+            raise _Cancelled
+
+
+class _Cancelled(Exception):
+    pass
 
 
 @contextlib.asynccontextmanager
@@ -210,90 +275,5 @@ async def providing(provider: Provider) -> AsyncIterator[asyncio.Task[None]]:
         yield task
     finally:
         task.cancel()
-        with contextlib.suppress(asyncio.CancelledError, StoreError, ArtifactError):
+        with contextlib.suppress(asyncio.CancelledError, MeshnetError):
             await task
-
-
-class _Scrub:
-    """Looks through the verified pieces again and again, slowly."""
-
-    def __init__(self, stored: StoredArtifact, bytes_per_s: int) -> None:
-        self._stored = stored
-        self._bytes_per_s = bytes_per_s
-        self._left: list[int] = []
-        self._due_at = time.monotonic() + SCRUB_PAUSE_S
-
-    def look(self) -> list[Damage]:
-        """Check a few pieces, if it is time to."""
-        if self._bytes_per_s <= 0 or time.monotonic() < self._due_at:
-            return []
-        if not self._left:
-            self._left = sorted(self._stored.verified(), reverse=True)
-        batch: list[int] = []
-        n_bytes = 0
-        while self._left and n_bytes < self._bytes_per_s * SCRUB_PAUSE_S:
-            batch.append(self._left.pop())
-            n_bytes += len(self._stored.bundle.pieces.span(batch[-1]))
-        self._due_at = time.monotonic() + SCRUB_PAUSE_S
-        still_there = self._stored.verified()
-        return self._stored.check([piece for piece in batch if piece in still_there])[1]
-
-
-class _Wants:
-    """What this process wants, where the others see it; theirs is void when they are gone."""
-
-    def __init__(self, stored: StoredArtifact) -> None:
-        self._directory = stored.directory / _WANTS
-        self._path = self._directory / f"{os.getpid()}-{secrets.token_hex(4)}.json"
-        self._lock: contextlib.ExitStack | None = None
-        self._pieces: list[int] = []
-
-    def __enter__(self) -> None:
-        self._lock = contextlib.ExitStack()
-        try:
-            self._directory.mkdir(exist_ok=True)
-            lock = self._lock.enter_context(self._lock_path(self._path).open("w"))
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            write_json(self._path, self._pieces)
-        except OSError as error:
-            raise StoreError(f"{self._directory} cannot be written: {error.strerror}") from error
-
-    def __exit__(self, *_: object) -> None:
-        self._remove(self._path)
-        if self._lock is not None:
-            self._lock.close()
-
-    def write(self, pieces: Iterable[int]) -> None:
-        self._pieces = sorted(pieces)
-        if self._lock is not None:
-            try:
-                write_json(self._path, self._pieces)
-            except OSError as error:
-                raise StoreError(f"{self._path} cannot be written: {error.strerror}") from error
-
-    def of_others(self) -> frozenset[int]:
-        wanted: set[int] = set()
-        for path in self._directory.glob("*.json"):
-            if path != self._path and self._is_held(path):
-                with contextlib.suppress(OSError, ValueError, TypeError):
-                    wanted.update(json.loads(path.read_bytes()))
-        return frozenset(wanted)
-
-    def _is_held(self, path: Path) -> bool:
-        try:
-            with self._lock_path(path).open("r") as lock:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        self._remove(path)  # its owner is gone
-        return False
-
-    def _remove(self, path: Path) -> None:
-        for one in (path, self._lock_path(path)):
-            one.unlink(missing_ok=True)
-
-    @staticmethod
-    def _lock_path(path: Path) -> Path:
-        return path.with_suffix(".lock")

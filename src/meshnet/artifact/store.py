@@ -2,7 +2,8 @@
 
 ``MESHNET_STORE`` names it. Without that it is ``/var/lib/meshnet`` where this user can write there, else
 ``/var/tmp/meshnet-<uid>``. Home directories are refused: they are often small, backed up or on the network, and
-models are tens of gigabytes.
+models are tens of gigabytes. ``MESHNET_STORE_MOUNT`` names a drive that must be mounted and hold the store, so that
+models do not fill the system's own disk when the drive is missing.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from meshnet.artifact import mounts
 from meshnet.errors import StoreError
 
 ENVIRONMENT = "MESHNET_STORE"
+MOUNT_ENVIRONMENT = "MESHNET_STORE_MOUNT"
 SYSTEM_ROOT = Path("/var/lib/meshnet")
 SHARED_TEMP = Path("/var/tmp")
 
@@ -29,17 +31,20 @@ def store_root() -> Path:
     """The store's directory: absolute, free of symlinks, created if missing, writable.
 
     Raises:
-        StoreError: it resolves under /home, cannot be created or written, or belongs to someone else.
+        StoreError: it resolves under /home, its drive is not mounted, it cannot be created or written, or belongs to
+            someone else.
     """
     configured = os.environ.get(ENVIRONMENT, "").strip()
     if configured:
         root = _resolve(Path(configured))
         _refuse_home(root, configured)
+        _require_drive(root)
         problem = _make_writable(root)
         if problem:
             raise StoreError(f"the store {root} cannot be used ({problem}); {_ADVICE}")
         return root
     root = _resolve(SYSTEM_ROOT)
+    _require_drive(root)
     if not _is_under_home(root) and _make_writable(root) is None:
         return root
     return _private_temp_root()
@@ -63,8 +68,10 @@ def cache_dir() -> Path:
     return _subdirectory("cache")
 
 
-def ensure_space(path: Path, need_bytes: int) -> None:
+def ensure_space(path: Path, need_bytes: int, *, underway: bool = False) -> None:
     """Check that ``need_bytes`` more can be written at ``path`` (which need not exist yet).
+
+    While they are ``underway``, others may have taken some of what is left free.
 
     Raises:
         StoreError: the file system is too full; the message has both figures.
@@ -73,7 +80,7 @@ def ensure_space(path: Path, need_bytes: int) -> None:
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
     free_bytes = shutil.disk_usage(existing).free
-    if free_bytes < need_bytes + RESERVE_BYTES:
+    if free_bytes < need_bytes + (RESERVE_BYTES // 2 if underway else RESERVE_BYTES):
         raise StoreError(
             f"not enough disk space at {existing}: {need_bytes / 1e6:.0f} MB are needed and "
             f"{max(0, free_bytes - RESERVE_BYTES) / 1e6:.0f} MB are free; free some, or {_ADVICE}"
@@ -100,6 +107,23 @@ def _refuse_home(root: Path, configured: str) -> None:
         raise StoreError(f"the store {shown} is under /home, where models must not be kept; {_ADVICE}")
 
 
+def _require_drive(root: Path) -> None:
+    configured = os.environ.get(MOUNT_ENVIRONMENT, "").strip()
+    if not configured:
+        return
+    drive = _resolve(Path(configured))
+    if not mounts.is_mounted(PurePosixPath(drive)):
+        raise StoreError(
+            f"no drive is mounted at {configured} ({MOUNT_ENVIRONMENT}), where the store must be: mount it, "
+            "or change the setting; nothing was created"
+        )
+    if not root.is_relative_to(drive):
+        raise StoreError(
+            f"the store {root} is not on the drive that it must be on, {configured} ({MOUNT_ENVIRONMENT}); "
+            f"set {ENVIRONMENT} to a directory there"
+        )
+
+
 def _is_under_home(path: Path) -> bool:
     homes = {PurePosixPath("/home"), PurePosixPath(os.path.realpath("/home"))}
     here = PurePosixPath(path)
@@ -121,6 +145,7 @@ def _make_writable(root: Path) -> str | None:
 def _private_temp_root() -> Path:
     # /var/tmp is open to everyone: take the directory only if it is ours, or another user could swap models.
     root = _resolve(SHARED_TEMP) / f"meshnet-{os.getuid()}"
+    _require_drive(root)
     try:
         root.mkdir(mode=0o700, exist_ok=True)
         status = root.lstat()

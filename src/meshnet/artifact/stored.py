@@ -9,34 +9,30 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
-import logging
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from meshnet.artifact.bundle import Bundle
+from meshnet.artifact.disk import extents, sync
 from meshnet.artifact.hashing import piece_hash
 from meshnet.artifact.manifest import ByteSpan, merged
+from meshnet.artifact.record import Record, stamps_of
 from meshnet.errors import ArtifactError, StoreError
-
-log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 TORRENT = "artifact.torrent"
 LINKS = "links.json"
+FILES = "files"
 _RECORD = "verified.json"
-_FILES = "files"
 _WRITER_LOCK = "writer.lock"
+#: Pieces that are hashed between two calls of ``progress``, at most.
+_BATCH = 64
 
-#: Called with (bytes done, bytes in all).
+#: Called with (bytes done, bytes in all); may raise to stop.
 Progress = Callable[[int, int], None]
-#: Size, modification time and inode of a file, as long as which its contents are taken to be the same.
-Stamp = list[int]
 
 
 @dataclass(frozen=True)
@@ -61,7 +57,7 @@ class StoredArtifact:
         self.bundle = bundle
         #: Files that are somebody else's, served where they are and never written; None for the store's own.
         self.links = links
-        self._verified: set[int] = set()
+        self._record = Record()
         self._record_stamp: tuple[int, int] | None = None
 
     @property
@@ -73,34 +69,35 @@ class StoredArtifact:
         """The model's files, in order: what a worker opens is the first of them."""
         if self.links is not None:
             return self.links
-        return tuple(self.directory / _FILES / name for name in self.bundle.manifest.file_names)
+        return tuple(self.files_dir / name for name in self.bundle.manifest.file_names)
 
     @property
     def files_dir(self) -> Path:
-        return self.directory / _FILES
+        return self.directory / FILES
 
     # ------------------------------------------------------------------------------------------------- reading
 
     def verified(self) -> frozenset[int]:
         """Pieces that are on the disk and were found right, as last recorded by whoever writes."""
-        record = self.directory / _RECORD
-        try:
-            status = record.stat()
-        except FileNotFoundError:
-            self._verified, self._record_stamp = set(), None
-            return frozenset()
-        stamp = (status.st_mtime_ns, status.st_ino)
-        if stamp != self._record_stamp:
-            self._verified = _pieces_from(_read_json(record).get("pieces"), len(self.bundle.pieces))
-            self._record_stamp = stamp
-        return frozenset(self._verified)
+        return self._last_record().pieces
 
     def has(self, pieces: Iterable[int]) -> bool:
         return self.verified().issuperset(pieces)
 
     def is_unchanged(self) -> bool:
         """True if no file was written to, replaced or removed since the record was made."""
-        return bool(_read_json(self.directory / _RECORD).get("stamps") == self._stamps())
+        return self._last_record().stamps == stamps_of(self.paths)
+
+    def is_displaced(self) -> bool:
+        """True if a file was removed, replaced or cut since the record was made, or is another's and was written to.
+
+        The store's own files are written to all the time.
+        """
+        recorded = self._last_record().stamps
+        now = stamps_of(self.paths)
+        if self.links is not None or None in now or len(now) != len(recorded):
+            return now != recorded
+        return any(old is None or new is None or old[::2] != new[::2] for old, new in zip(recorded, now, strict=True))
 
     def disk_bytes(self) -> int:
         """Bytes that the store's own files take on the disk; holes take none."""
@@ -122,12 +119,14 @@ class StoredArtifact:
         with contextlib.ExitStack() as stack:
             pool = stack.enter_context(ThreadPoolExecutor(len(os.sched_getaffinity(0))))
             files = [self._open(path, stack) for path in self.paths]
-            for piece, right in zip(wanted, pool.map(lambda piece: self._is_right(files, piece), wanted), strict=True):
-                if right:
-                    good.append(piece)
-                else:
-                    damage.append(self.damage(piece))
-                done_bytes += len(self.bundle.pieces.span(piece))
+            for start in range(0, len(wanted), _BATCH):
+                batch = wanted[start : start + _BATCH]
+                for piece, right in zip(batch, pool.map(lambda one: self._is_right(files, one), batch), strict=True):
+                    if right:
+                        good.append(piece)
+                    else:
+                        damage.append(self.damage(piece))
+                done_bytes += self.bundle.pieces.bytes_of(batch)
                 if progress is not None:
                     progress(done_bytes, total_bytes)
         return good, damage
@@ -148,8 +147,16 @@ class StoredArtifact:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Writer | None]:
-        """The right to write, or None if another process has it."""
-        with (self.directory / _WRITER_LOCK).open("w") as lock:
+        """The right to write, or None if another process has it.
+
+        Raises:
+            StoreError: nobody can write there.
+        """
+        try:
+            lock = (self.directory / _WRITER_LOCK).open("w")
+        except OSError as error:
+            raise StoreError(f"{self.directory} cannot be written: {error.strerror}") from error
+        with lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -184,8 +191,19 @@ class StoredArtifact:
         found = piece_hash(data, self.bundle.artifact.piece_bytes, alone=alone)
         return found == self.bundle.piece_hash(piece)
 
-    def _stamps(self) -> list[Stamp | None]:
-        return [_stamp(path) for path in self.paths]
+    def _last_record(self) -> Record:
+        path = self.directory / _RECORD
+        try:
+            status = path.stat()
+        except OSError:
+            self._record, self._record_stamp = Record(), None
+            return self._record
+        # A record is never written to, only replaced.
+        stamp = (status.st_mtime_ns, status.st_ino)
+        if stamp != self._record_stamp:
+            self._record = Record.read(path, len(self.bundle.pieces))
+            self._record_stamp = stamp
+        return self._record
 
 
 class Writer:
@@ -193,60 +211,58 @@ class Writer:
 
     def __init__(self, stored: StoredArtifact) -> None:
         self.stored = stored
-        self._verified = set(stored.verified())
+        #: Pieces that are on record.
+        self.verified = stored.verified()
 
-    @property
-    def verified(self) -> frozenset[int]:
-        return frozenset(self._verified)
-
-    def recover(self, progress: Progress | None = None) -> list[Damage]:
+    def recover(self, progress: Progress | None = None, *, doubt: bool = False) -> list[Damage]:
         """Make the record true after whatever happened; returns recorded pieces that are not right any more.
 
-        Nothing is read if no file was touched since the record was made.
+        Nothing is read if no file was touched since the record was made, unless there is ``doubt``.
+
+        Raises:
+            StoreError: the disk is full or cannot be written.
+            ArtifactError: a file that is not the store's is gone, or cannot be read.
         """
         self._make_files()
-        if self.stored.is_unchanged():
+        if self.stored.is_unchanged() and not doubt:
             return []
-        recorded = self._verified
-        with_data = set(self._pieces_with_data())
-        good, bad = self.stored.check(with_data | recorded, progress)
-        self._verified = set(good)
-        self.save()
+        recorded = self.verified
+        good, bad = self.stored.check(recorded.union(self._pieces_with_data()), progress)
+        self.verified = frozenset(good)
+        self.save(range(len(self.stored.paths)))
         return [damage for damage in bad if damage.piece in recorded]
 
     def confirm(self, pieces: Iterable[int]) -> list[int]:
-        """Read pieces back, and record those that are right; returns them."""
+        """Read pieces back, and record those that are right; returns them. Raises as `recover`."""
         good, _ = self.stored.check(pieces)
-        if not self._verified.issuperset(good):
-            self._verified.update(good)
-            self.save()
+        new = frozenset(good) - self.verified
+        if new:
+            self.verified |= new
+            self.save({self.stored.bundle.pieces.span(piece).file for piece in new})
         return good
 
     def adopt(self) -> None:
         """Record every piece, because the caller has just hashed the files as they are."""
-        self._verified = set(range(len(self.stored.bundle.pieces)))
-        self.save()
+        self.verified = frozenset(range(len(self.stored.bundle.pieces)))
+        self.save(range(len(self.stored.paths)))
 
     def forget(self, pieces: Iterable[int]) -> None:
         """Take pieces off the record, because they are not right."""
-        self._verified.difference_update(pieces)
-        self.save()
+        self.verified = self.verified.difference(pieces)
+        self.save(())
 
-    def save(self) -> None:
-        """Write the record, after everything that it speaks of is on the disk.
+    def save(self, files: Iterable[int]) -> None:
+        """Write the record; ``files`` are those that hold pieces new to it, and are on the disk before it is.
 
         Raises:
             StoreError: the disk is full or cannot be written.
         """
+        paths = self.stored.paths
         try:
             if self.stored.links is None:
-                for path in self.stored.paths:
-                    _sync(path)
-            record = {
-                "pieces": _pieces_to_hex(self._verified),
-                "stamps": self.stored._stamps(),
-            }
-            write_json(self.stored.directory / _RECORD, record)
+                for number in files:
+                    sync(paths[number])
+            Record(self.verified, stamps_of(paths)).write(self.stored.directory / _RECORD)
         except OSError as error:
             raise StoreError(f"{self.stored.directory} cannot be written: {error.strerror}; free some space") from error
 
@@ -264,92 +280,21 @@ class Writer:
                 finally:
                     os.close(descriptor)
         except OSError as error:
-            raise StoreError(f"{error.filename} cannot be made: {error.strerror}") from error
+            where = error.filename or self.stored.files_dir
+            raise StoreError(f"{where} cannot be made: {error.strerror}") from error
 
-    def _pieces_with_data(self) -> Iterator[int]:
+    def _pieces_with_data(self) -> list[int]:
         spans = []
         for number, path in enumerate(self.stored.paths):
-            spans += [ByteSpan(number, start, end) for start, end in _extents(path)]
-        yield from self.stored.bundle.pieces.covering(merged(spans))
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Replace ``path`` as a whole, on the disk when this returns. Raises ``OSError``."""
-    write_whole(path, json.dumps(value, separators=(",", ":")).encode())
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Replace ``path`` as a whole, on the disk when this returns. Raises ``OSError``."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    # A record that is missing or damaged only means hashing what is there.
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _stamp(path: Path) -> Stamp | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return [status.st_size, status.st_mtime_ns, status.st_ino]
-
-
-def _extents(path: Path) -> Iterator[tuple[int, int]]:
-    """Where a file has data and not holes."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        size = os.fstat(descriptor).st_size
-        at = 0
-        while at < size:
             try:
-                start = os.lseek(descriptor, at, os.SEEK_DATA)
-            except OSError:
-                return  # no more data
-            at = os.lseek(descriptor, start, os.SEEK_HOLE)
-            yield start, at
-    finally:
-        os.close(descriptor)
+                spans += [ByteSpan(number, start, end) for start, end in extents(path)]
+            except OSError as error:
+                raise ArtifactError(f"{path} cannot be read: {error.strerror}") from error
+        return self.stored.bundle.pieces.covering(merged(self._within(spans)))
 
-
-def _pieces_to_hex(pieces: Iterable[int]) -> str:
-    bits = bytearray()
-    for piece in pieces:
-        byte = piece // 8
-        if byte >= len(bits):
-            bits.extend(bytes(byte + 1 - len(bits)))
-        bits[byte] |= 1 << piece % 8
-    return bits.hex()
-
-
-def _pieces_from(text: object, n_pieces: int) -> set[int]:
-    try:
-        bits = bytes.fromhex(text) if isinstance(text, str) else b""
-    except ValueError:
-        return set()
-    return {piece for piece in range(min(n_pieces, 8 * len(bits))) if bits[piece // 8] >> piece % 8 & 1}
+    def _within(self, spans: Iterable[ByteSpan]) -> Iterator[ByteSpan]:
+        # Another's file may have grown.
+        sizes = [record.size_bytes for record in self.stored.bundle.artifact.files]
+        for span in spans:
+            if span.start < sizes[span.file]:
+                yield ByteSpan(span.file, span.start, min(span.end, sizes[span.file]))

@@ -1,7 +1,8 @@
 """One artifact's swarm, by libtorrent: fetches the wanted pieces from peers and web seeds, and serves what is there.
 
 Not public in any way unless asked for: no DHT, no local discovery, no port mapping. Peers come from the Meshnet
-tracker. What libtorrent calls a finished piece is read back and recorded by the `Writer` before it counts here.
+tracker, or are named by the caller. What libtorrent calls a finished piece is read back and recorded by the `Writer`
+before it counts here.
 """
 
 from __future__ import annotations
@@ -9,14 +10,17 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import libtorrent
 
-from meshnet.artifact.stored import Writer
-from meshnet.errors import ArtifactError, StoreError
+from meshnet.artifact.sources import Address, Sources
+from meshnet.artifact.stored import Damage, Progress, Writer
+from meshnet.artifact.swarm_settings import SwarmOptions as SwarmOptions
+from meshnet.artifact.swarm_settings import session_settings
+from meshnet.errors import ArtifactError, StoreError, UsageError
 
 log = logging.getLogger(__name__)
 
@@ -24,21 +28,12 @@ log = logging.getLogger(__name__)
 CONFIRM_EVERY_S = 1.0
 #: A piece that libtorrent has finished and that cannot be read back for so long is fetched again.
 READ_BACK_LIMIT_S = 20.0
-#: Peers and web seeds that failed, as kept for people to see.
-MAX_PROBLEMS = 50
+#: Peers that the caller named are tried again this often, while something is missing.
+RECONNECT_EVERY_S = 5.0
+_LISTEN_LIMIT_S = 5.0
+#: Leaving a torrent takes a few milliseconds, if the disk is not very slow.
+_LEAVE_LIMIT_S = 10.0
 _WANTED, _UNWANTED = 4, 0
-
-
-@dataclass(frozen=True)
-class SwarmOptions:
-    """How this machine takes part. ``announce_host`` is what others are told to connect to, if the tracker would see
-    another address; limits of 0 are none; ``public`` lets libtorrent look for peers beyond the tracker."""
-
-    listen: str = "0.0.0.0:0"
-    announce_host: str | None = None
-    upload_limit_bytes_per_s: int = 0
-    download_limit_bytes_per_s: int = 0
-    public: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,6 +42,8 @@ class SwarmState:
 
     peers: int = 0
     web_seeds: int = 0
+    #: Of what is wanted, not yet received.
+    missing_bytes: int = 0
     downloaded_bytes: int = 0
     uploaded_bytes: int = 0
     wasted_bytes: int = 0
@@ -56,40 +53,81 @@ class SwarmState:
     problems: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class _Payload:
+    """Bytes that were on their way."""
+
+    downloaded: int = 0
+    uploaded: int = 0
+    wasted: int = 0
+
+    def __add__(self, status: Any) -> _Payload:
+        return _Payload(
+            self.downloaded + status.total_payload_download,
+            self.uploaded + status.total_payload_upload,
+            self.wasted + status.total_failed_bytes + status.total_redundant_bytes,
+        )
+
+
+def _file_numbers(torrent: Any) -> dict[str, int]:
+    # libtorrent puts padding between the files of a split set, and counts it as files.
+    files = torrent.layout()
+    padding = libtorrent.file_storage.flag_pad_file
+    numbers = range(files.num_files())
+    return {files.file_name(number): number for number in numbers if not files.file_flags(number) & padding}
+
+
 class Swarm:
     """Membership in the swarm of one artifact, with a port of its own. Not for several threads at once."""
 
     def __init__(
-        self, writer: Writer, options: SwarmOptions, *, trackers: Sequence[str] = (), web_seeds: Sequence[str] = ()
+        self,
+        writer: Writer,
+        options: SwarmOptions,
+        *,
+        trackers: Sequence[str] = (),
+        peers: Sequence[Address] = (),
     ) -> None:
+        """Join.
+
+        Raises:
+            UsageError: it cannot listen as told.
+        """
         self._writer = writer
         self._bundle = writer.stored.bundle
         self._options = options
         self._trackers = list(trackers)
-        self._web_seeds = list(web_seeds)
+        self._sources = Sources(self._bundle.manifest.name)
+        self._peers = list(peers)
+        self._reconnect_at = 0.0
         self._wanted: frozenset[int] = frozenset()
         self._finished_at: dict[int, float] = {}
         self._confirmed_at = 0.0
-        self._problems: dict[str, str] = {}
-        self._session = libtorrent.session(_settings(options))
-        self._before = (0, 0, 0)
-        self._handle = self._add()
-
-    @property
-    def port(self) -> int:
-        """Where peers connect to."""
-        return int(self._session.listen_port())
-
-    def connect(self, host: str, port: int) -> None:
-        """Try a peer that no tracker told of."""
-        self._handle.connect_peer((host, port))
+        self._misread: str | None = None
+        self._before = _Payload()
+        self._session: Any = libtorrent.session(session_settings(options))
+        self.port = self._listen()
+        self._handle: Any = self._add()
 
     def want(self, pieces: Iterable[int]) -> None:
-        """Fetch these pieces, and no others."""
+        """Fetch these pieces, and no others; nothing into files that are not the store's."""
         wanted = frozenset(pieces)
         if wanted != self._wanted:
             self._wanted = wanted
             self._handle.prioritize_pieces(self._priorities())
+
+    def offer(self, web_seeds: Sequence[str], problems: Mapping[str, str]) -> None:
+        """Fetch from these web seeds too, which were found usable just now; ``problems`` are those of others."""
+        for url in self._sources.web_seeds:
+            self._handle.remove_url_seed(url)
+        self._sources.offer(web_seeds, problems)
+        for url in self._sources.web_seeds:
+            self._handle.add_url_seed(url)
+
+    @property
+    def lost_redirect(self) -> bool:
+        """True if a web seed should be asked anew where its files are."""
+        return self._sources.lost_redirect
 
     def step(self, wait_s: float) -> SwarmState:
         """Wait a moment, look at what happened, record what arrived.
@@ -102,30 +140,68 @@ class Swarm:
         for alert in self._session.pop_alerts():
             self._look_at(alert)
         status = self._handle.status(libtorrent.status_flags_t.query_pieces)
+        if status.errc.value() and self._misread is None:
+            raise ArtifactError(f"the swarm of {self._bundle.manifest.name} failed: {status.errc.message()}")
         self._confirm(status)
-        return self._state(status)
+        peers = self._handle.get_peer_info()
+        self._reconnect(status, peers)
+        return self._state(status, peers)
 
     def refetch(self, pieces: Iterable[int]) -> None:
         """Take pieces off the record and fetch them again."""
-        self._writer.forget(pieces)
-        status = self._handle.status()
-        down, up, wasted = self._before
-        self._before = (
-            down + status.total_payload_download,
-            up + status.total_payload_upload,
-            wasted + status.total_failed_bytes + status.total_redundant_bytes,
-        )
         # libtorrent takes back no piece; it has to be told anew what is there.
-        self._session.remove_torrent(self._handle)
+        self._leave()
+        self._writer.forget(pieces)
         self._handle = self._add()
 
-    def close(self) -> None:
-        """Leave, and record what arrived last."""
-        status = self._handle.status(libtorrent.status_flags_t.query_pieces)
-        self._session.pause()
-        self._confirm(status, now=True)
+    def reload(self, progress: Progress | None = None) -> list[Damage]:
+        """Look at what is on the disk now, because files were touched; gives recorded pieces that were not right.
 
-    # ------------------------------------------------------------------------------------------------ details
+        Raises:
+            StoreError: it cannot be read, although nothing is wrong with it.
+            ArtifactError: as `Writer.recover`.
+        """
+        misread, self._misread = self._misread, None
+        self._leave()
+        damage = self._writer.recover(progress, doubt=misread is not None)
+        if misread is not None and not damage:
+            raise StoreError(f"{misread}; have the disk checked")
+        self._handle = self._add()
+        return damage
+
+    @property
+    def is_astray(self) -> bool:
+        """True if the files are not what they were, so that `reload` is due."""
+        return self._misread is not None or self._writer.stored.is_displaced()
+
+    def close(self) -> None:
+        """Leave, and record what arrived last. Nothing is written to the files afterwards."""
+        try:
+            if self._handle is not None:
+                status = self._handle.status(libtorrent.status_flags_t.query_pieces)
+                self._leave()
+                self._confirm(status, now=True)
+        finally:
+            # Waits until libtorrent's threads have ended.
+            self._session = None
+
+    # ------------------------------------------------------------------------------------------------ joining
+
+    def _listen(self) -> int:
+        """The port to listen at, once it does."""
+        port = 0
+
+        def look(alert: Any) -> bool:
+            nonlocal port
+            if isinstance(alert, libtorrent.listen_failed_alert):
+                raise UsageError(f"cannot listen for peers at {self._options.listen}: {alert.error.message()}")
+            if isinstance(alert, libtorrent.listen_succeeded_alert):
+                port = int(alert.port)
+            return port != 0
+
+        if not self._await_alert(look, _LISTEN_LIMIT_S):
+            raise UsageError(f"cannot listen for peers at {self._options.listen}: no such address on this machine")
+        return port
 
     def _add(self) -> Any:
         stored = self._writer.stored
@@ -133,24 +209,64 @@ class Swarm:
         parameters.ti = libtorrent.torrent_info(self._bundle.torrent)
         parameters.flags = libtorrent.torrent_flags.update_subscribe
         if stored.links is not None:
+            # Serves only: libtorrent must not write to what is not the store's.
             parameters.flags |= libtorrent.torrent_flags.upload_mode
         parameters.save_path = str(stored.directory)
         # Ours are under files/, whatever the torrent is called; links are somewhere else altogether.
-        parameters.renamed_files = {number: str(path) for number, path in enumerate(stored.paths)}
+        numbers = _file_numbers(parameters.ti)
+        names = self._bundle.manifest.file_names
+        parameters.renamed_files = {numbers[name]: str(path) for name, path in zip(names, stored.paths, strict=True)}
         verified = self._writer.verified
         parameters.have_pieces = [piece in verified for piece in range(len(self._bundle.pieces))]
         parameters.piece_priorities = self._priorities()
         parameters.trackers = self._trackers
-        parameters.url_seeds = self._web_seeds
+        parameters.url_seeds = list(self._sources.web_seeds)
+        parameters.banned_peers = self._sources.banned_peers
         parameters.storage_mode = libtorrent.storage_mode_t.storage_mode_sparse
         self._finished_at = {}
+        self._reconnect_at = 0.0
         handle = self._session.add_torrent(parameters)
         handle.set_upload_limit(self._options.upload_limit_bytes_per_s)
         handle.set_download_limit(self._options.download_limit_bytes_per_s)
         return handle
 
+    def _leave(self) -> None:
+        """Leave, and wait until all that libtorrent had received is in the files."""
+        handle, self._handle = self._handle, None
+        if handle is None:
+            return
+        self._before += handle.status()
+        handle.pause()
+        if not self._await_alert(lambda alert: isinstance(alert, libtorrent.torrent_paused_alert), _LEAVE_LIMIT_S):
+            log.warning("the disk takes long to write %s", self._bundle.manifest.name)
+        self._session.remove_torrent(handle)
+
+    def _await_alert(self, is_it: Callable[[Any], bool], limit_s: float) -> bool:
+        until = time.monotonic() + limit_s
+        while (left_s := until - time.monotonic()) > 0:
+            self._session.wait_for_alert(int(left_s * 1000) + 1)
+            alerts = self._session.pop_alerts()
+            for alert in alerts:
+                self._sources.hear(alert)
+            if any(map(is_it, alerts)):
+                return True
+        return False
+
     def _priorities(self) -> list[int]:
-        return [_WANTED if piece in self._wanted else _UNWANTED for piece in range(len(self._bundle.pieces))]
+        wanted = self._wanted if self._writer.stored.links is None else frozenset()
+        return [_WANTED if piece in wanted else _UNWANTED for piece in range(len(self._bundle.pieces))]
+
+    def _reconnect(self, status: Any, peers: Sequence[Any]) -> None:
+        now = time.monotonic()
+        if status.is_finished or now < self._reconnect_at:
+            return
+        self._reconnect_at = now + RECONNECT_EVERY_S
+        connected = {tuple(peer.ip) for peer in peers}
+        for peer in self._peers:
+            if peer not in connected:
+                self._handle.connect_peer(peer)
+
+    # ------------------------------------------------------------------------------------------------ receiving
 
     def _confirm(self, status: Any, *, now: bool = False) -> None:
         time_s = time.monotonic()
@@ -166,88 +282,33 @@ class Swarm:
         for piece in self._writer.verified.intersection(self._finished_at):
             del self._finished_at[piece]
         lost = [piece for piece, at in self._finished_at.items() if time_s - at > READ_BACK_LIMIT_S]
-        if lost:
+        if lost and not now:
             log.error("%s; fetching it again", self._writer.stored.damage(lost[0]))
             self.refetch(lost)
 
-    def _state(self, status: Any) -> SwarmState:
-        down, up, wasted = self._before
-        peers = [peer for peer in self._handle.get_peer_info() if peer.connection_type == peer.standard_bittorrent]
+    def _state(self, status: Any, peers: Sequence[Any]) -> SwarmState:
+        payload = self._before + status
         return SwarmState(
-            peers=len(peers),
-            web_seeds=len(self._web_seeds),
-            downloaded_bytes=down + status.total_payload_download,
-            uploaded_bytes=up + status.total_payload_upload,
-            wasted_bytes=wasted + status.total_failed_bytes + status.total_redundant_bytes,
+            peers=sum(peer.connection_type == peer.standard_bittorrent for peer in peers),
+            web_seeds=len(self._sources.web_seeds),
+            missing_bytes=max(0, status.total_wanted - status.total_wanted_done),
+            downloaded_bytes=payload.downloaded,
+            uploaded_bytes=payload.uploaded,
+            wasted_bytes=payload.wasted,
             download_rate=status.download_payload_rate,
             upload_rate=status.upload_payload_rate,
-            problems=dict(self._problems),
+            problems=self._sources.problems,
         )
 
     def _look_at(self, alert: Any) -> None:
         if isinstance(alert, libtorrent.file_error_alert):
-            full = alert.error.value() in (errno.ENOSPC, errno.EDQUOT)
-            cause = "the disk is full" if full else alert.error.message()
-            raise StoreError(f"cannot write {alert.filename()}: {cause}; free some space, or move the store")
-        if isinstance(alert, libtorrent.torrent_error_alert):
+            self._file_failed(alert)
+        elif isinstance(alert, libtorrent.torrent_error_alert):
             raise ArtifactError(f"the swarm of {self._bundle.manifest.name} failed: {alert.error.message()}")
-        if isinstance(alert, libtorrent.hash_failed_alert):
-            log.warning(
-                "piece %d of %s arrived wrong; fetching it again", alert.piece_index, self._bundle.manifest.name
-            )
-        elif isinstance(alert, libtorrent.peer_ban_alert):
-            self._problem(_endpoint(alert), "banned: it sent wrong bytes")
-        elif isinstance(alert, libtorrent.url_seed_alert):
-            self._problem(alert.server_url(), alert.error_message() or alert.error.message())
-        elif isinstance(alert, libtorrent.tracker_error_alert):
-            self._problem(_shown(alert.url), alert.error_message() or alert.error.message())
-        elif isinstance(alert, libtorrent.tracker_reply_alert):
-            self._problems.pop(_shown(alert.url), None)
+        else:
+            self._sources.hear(alert)
 
-    def _problem(self, source: str, what: str) -> None:
-        if self._problems.get(source) != what:
-            log.warning("swarm of %s: %s: %s", self._bundle.manifest.name, source, what)
-        if source in self._problems or len(self._problems) < MAX_PROBLEMS:
-            self._problems[source] = what
-
-
-def _settings(options: SwarmOptions) -> Any:
-    category = libtorrent.alert.category_t
-    return {
-        "listen_interfaces": options.listen,
-        "announce_ip": options.announce_host or "",
-        "user_agent": "Meshnet",
-        "enable_dht": options.public,
-        "enable_lsd": options.public,
-        "enable_upnp": options.public,
-        "enable_natpmp": options.public,
-        # Several machines behind one address, and several nodes on one machine, are the usual case here.
-        "allow_multiple_connections_per_ip": True,
-        # Made to give way to everything else, which is slow where nothing else is going on.
-        "enable_incoming_utp": False,
-        "enable_outgoing_utp": False,
-        "min_reconnect_time": 2,
-        # Whoever has all that it wants may want more a moment later: another range, a damaged piece.
-        "close_redundant_connections": False,
-        "min_announce_interval": 15,
-        "stop_tracker_timeout": 1,
-        "ban_web_seeds": True,
-        "alert_queue_size": 10_000,
-        "alert_mask": (
-            category.error_notification
-            | category.status_notification
-            | category.storage_notification
-            | category.tracker_notification
-            | category.peer_notification
-        ),
-    }
-
-
-def _endpoint(alert: Any) -> str:
-    host, port = alert.endpoint
-    return f"{host}:{port}"
-
-
-def _shown(url: str) -> str:
-    # The last part of an announce URL is a key.
-    return url.rpartition("/")[0] or url
+    def _file_failed(self, alert: Any) -> None:
+        if alert.error.value() in (errno.ENOSPC, errno.EDQUOT):
+            raise StoreError(f"cannot write {alert.filename()}: the disk is full; free some space, or move the store")
+        self._misread = f"{alert.filename()} cannot be used: {alert.error.message()}"

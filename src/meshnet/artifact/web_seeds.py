@@ -19,12 +19,10 @@ def web_seed_url(manifest: Manifest, base: str, file: int) -> str:
 
 
 async def usable_web_seeds(manifest: Manifest, bases: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Ask each server for one byte of each file: those that are of use, and what is wrong with the others.
-
-    A server that does not answer now is kept, because it may later.
-    """
+    """Ask each server for one byte of each file: those that are of use now, and what is wrong with the others."""
     distinct = list(dict.fromkeys(bases))
-    async with httpx.AsyncClient(timeout=_TIMEOUT_S, follow_redirects=True) as http:
+    # libtorrent does not go through the environment's proxies either.
+    async with httpx.AsyncClient(timeout=_TIMEOUT_S, follow_redirects=True, trust_env=False) as http:
         problems = await asyncio.gather(*(_problem(http, manifest, base) for base in distinct))
     told = {base: problem for base, problem in zip(distinct, problems, strict=True) if problem}
     return [base for base in distinct if base not in told], told
@@ -37,9 +35,9 @@ async def _problem(http: httpx.AsyncClient, manifest: Manifest, base: str) -> st
             # Not read: a server without Range support would send the whole file.
             async with http.stream("GET", url, headers={"range": "bytes=0-0"}) as answer:
                 pass
-        except httpx.HTTPError:
-            return None
-        if answer.status_code == httpx.codes.OK:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            return f"{url} does not answer ({str(error) or type(error).__name__})"
+        if answer.status_code == httpx.codes.OK and record.size_bytes > 1:
             return f"{url} ignores Range requests: a part of the file cannot be had there"
         if answer.status_code != httpx.codes.PARTIAL_CONTENT:
             return f"{url} answers {answer.status_code} {answer.reason_phrase}"

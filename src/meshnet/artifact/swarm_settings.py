@@ -1,0 +1,56 @@
+"""How a machine takes part in swarms, in our words and in libtorrent's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import libtorrent
+
+
+@dataclass(frozen=True)
+class SwarmOptions:
+    """How this machine takes part. ``announce_host`` is what others are told to connect to, if the tracker would see
+    another address; limits of 0 are none; ``public`` lets libtorrent look for peers beyond the tracker."""
+
+    listen: str = "0.0.0.0:0"
+    announce_host: str | None = None
+    upload_limit_bytes_per_s: int = 0
+    download_limit_bytes_per_s: int = 0
+    public: bool = False
+
+
+def session_settings(options: SwarmOptions) -> Any:
+    """Settings of a libtorrent session."""
+    category = libtorrent.alert.category_t
+    return {
+        "listen_interfaces": options.listen,
+        # The port that was asked for or none: firewalls know it.
+        "max_retry_port_bind": 0,
+        "listen_system_port_fallback": False,
+        "announce_ip": options.announce_host or "",
+        "user_agent": "Meshnet",
+        "enable_dht": options.public,
+        "enable_lsd": options.public,
+        "enable_upnp": options.public,
+        "enable_natpmp": options.public,
+        # Several machines behind one address, and several nodes on one machine, are the usual case here.
+        "allow_multiple_connections_per_ip": True,
+        # Made to give way to everything else, which is slow where nothing else is going on.
+        "enable_incoming_utp": False,
+        "enable_outgoing_utp": False,
+        "min_reconnect_time": 5,
+        "min_announce_interval": 15,
+        "stop_tracker_timeout": 1,
+        "ban_web_seeds": True,
+        # A web server that was down is asked again after so many seconds.
+        "urlseed_wait_retry": 10,
+        "alert_queue_size": 10_000,
+        "alert_mask": (
+            category.error_notification
+            | category.status_notification
+            | category.storage_notification
+            | category.tracker_notification
+            | category.peer_notification
+        ),
+    }

@@ -1,0 +1,146 @@
+"""An ordinary web server of files on loopback that remembers what it was asked for, and can be made to fail."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+_CHUNK_BYTES = 16 << 10
+
+
+@dataclass(frozen=True)
+class Request:
+    """A GET: ``end`` is where the answer was to end, ``sent_bytes`` how much of it the client took."""
+
+    path: str
+    start: int
+    end: int
+    sent_bytes: int
+    status: int
+
+
+@dataclass
+class FileServer:
+    """Serves ``files`` by URL path. Change the attributes at any time; ``port`` of 0 becomes the real one."""
+
+    files: dict[str, Path]
+    port: int = 0
+    #: False: answers with the whole file, whatever is asked for.
+    ranges: bool = True
+    #: Changes what is sent: called with the offset and the bytes.
+    tamper: Callable[[int, bytes], bytes] | None = None
+    #: URL path to where it redirects.
+    redirects: dict[str, str] = field(default_factory=dict)
+    bytes_per_s: float | None = None
+    requests: list[Request] = field(default_factory=list)
+    _server: ThreadingHTTPServer | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of contents sent in all."""
+        return sum(request.sent_bytes for request in list(self.requests))
+
+    def sent_spans(self, path: str) -> list[tuple[int, int]]:
+        """What was sent of a file, request by request."""
+        return [(one.start, one.start + one.sent_bytes) for one in list(self.requests) if one.path == path]
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[FileServer]:
+        """Serve while the block runs. Can be used again, on the same port."""
+        self._server = _Server(("127.0.0.1", self.port), _handler(self))
+        self.port = self._server.server_address[1]
+        thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
+        thread.start()
+        try:
+            yield self
+        finally:
+            self._server.shutdown()
+            self._server.server_close()
+            thread.join()
+            self._server = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._server is not None
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False  # clients keep connections open
+
+    def handle_error(self, *_: object) -> None:
+        pass  # a client that went away in the middle is what some tests are about
+
+
+def _handler(files: FileServer) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        timeout = 60
+
+        def do_GET(self) -> None:
+            target = files.redirects.get(self.path)
+            if target is not None:
+                self._plain(HTTPStatus.FOUND, location=target)
+                return
+            path = files.files.get(self.path.partition("?")[0])
+            if path is None or not files.is_running:
+                self._plain(HTTPStatus.NOT_FOUND)
+                return
+            size = path.stat().st_size
+            start, end, status = 0, size, HTTPStatus.OK
+            asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("range", ""))
+            if asked and files.ranges:
+                start, end = int(asked[1]), min(size, int(asked[2]) + 1 if asked[2] else size)
+                status = HTTPStatus.PARTIAL_CONTENT
+                if start >= size:
+                    self._plain(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE)
+                    return
+            self.send_response(status)
+            self.send_header("Content-Length", str(end - start))
+            if status is HTTPStatus.PARTIAL_CONTENT:
+                self.send_header("Content-Range", f"bytes {start}-{end - 1}/{size}")
+            self.end_headers()
+            self.sent_bytes = 0
+            try:
+                self._send(path, start, end)
+            finally:
+                self.close_connection |= self.sent_bytes < end - start
+                files.requests.append(Request(self.path, start, end, self.sent_bytes, status))
+
+        def _send(self, path: Path, start: int, end: int) -> None:
+            began = time.monotonic()
+            with path.open("rb") as file:
+                file.seek(start)
+                while start < end and files.is_running:
+                    data = file.read(min(_CHUNK_BYTES, end - start))
+                    if not data:
+                        break
+                    self.wfile.write(files.tamper(start, data) if files.tamper else data)
+                    start += len(data)
+                    self.sent_bytes += len(data)
+                    if files.bytes_per_s:
+                        time.sleep(max(0.0, began + self.sent_bytes / files.bytes_per_s - time.monotonic()))
+
+        def _plain(self, status: HTTPStatus, **headers: str) -> None:
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            files.requests.append(Request(self.path, 0, 0, 0, status))
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    return Handler
