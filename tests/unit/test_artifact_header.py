@@ -16,7 +16,6 @@ from gguf.constants import GGMLQuantizationType, GGUFValueType
 from meshnet.artifact import gguf_header
 from meshnet.artifact.create import describe
 from meshnet.artifact.gguf_header import GgufHeader, read_header
-from meshnet.artifact.samples import fetch_sample
 from meshnet.artifact.splits import read_model_headers
 from meshnet.errors import ArtifactError
 from tests.support.small_gguf import F32, SmallGguf, SmallTensor, array, key, small_model, string_key, text, u32_key
@@ -44,13 +43,6 @@ def agrees_with_the_package(path: Path) -> GgufHeader:
     ]
     assert header.header_bytes == reader.data_offset
     return header
-
-
-def test_a_real_model_is_read_as_the_gguf_package_reads_it() -> None:
-    path = fetch_sample("smollm2-135m-instruct")
-    header = agrees_with_the_package(path)
-    assert len(header.tensors) == 272
-    assert header.size_bytes == path.stat().st_size
 
 
 def test_small_files_are_read_as_the_gguf_package_reads_them(tmp_path: Path) -> None:

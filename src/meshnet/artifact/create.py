@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 from urllib.parse import unquote, urlsplit
 
 from gguf.constants import LlamaFileType
@@ -187,26 +188,30 @@ def _quantization(header: GgufHeader) -> str:
 
 
 def _tokenizer_digest(header: GgufHeader) -> str | None:
+    keys = sorted(key for key in {*header.values, *header.array_spans} if key.startswith(_TOKENIZER_PREFIX))
+    if not keys:
+        return None
     digest = hashlib.sha256()
-    told = False
-    with header.path.open("rb") as file:
-        keys = sorted(key for key in {*header.values, *header.array_spans} if key.startswith(_TOKENIZER_PREFIX))
-        for key in keys:
-            told = True
-            digest.update(f"{key}\0".encode())
-            if key in header.array_spans:
-                start, end = header.array_spans[key]
-                file.seek(start)
-                while start < end:
-                    chunk = file.read(min(_CHUNK_BYTES, end - start))
-                    if not chunk:
-                        raise ArtifactError(f"{header.path} became shorter while it was read; try again")
-                    digest.update(chunk)
-                    start += len(chunk)
-            else:
-                digest.update(repr(header.values[key]).encode())
-            digest.update(b"\0")
-    return digest.hexdigest() if told else None
+    try:
+        with header.path.open("rb") as file:
+            for key in keys:
+                digest.update(f"{key}\0".encode())
+                if key in header.array_spans:
+                    for chunk in _chunks(file, *header.array_spans[key]):
+                        digest.update(chunk)
+                else:
+                    digest.update(repr(header.values[key]).encode())
+                digest.update(b"\0")
+    except OSError as error:
+        raise ArtifactError(f"{header.path} cannot be read: {error.strerror}") from error
+    return digest.hexdigest()
+
+
+def _chunks(file: BinaryIO, start: int, end: int) -> Iterator[bytes]:
+    file.seek(start)
+    while start < end and (chunk := file.read(min(_CHUNK_BYTES, end - start))):
+        start += len(chunk)
+        yield chunk
 
 
 def _digest_of(text: str | None) -> str | None:
