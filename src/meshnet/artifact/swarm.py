@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +24,9 @@ from meshnet.errors import ArtifactError, StoreError, UsageError
 
 log = logging.getLogger(__name__)
 
-#: Finished pieces are read back and recorded this often.
+#: Finished pieces are written, read back and recorded this often.
 CONFIRM_EVERY_S = 1.0
+_FLUSH_LIMIT_S = 10.0
 #: A piece that libtorrent has finished and that cannot be read back for so long is fetched again.
 READ_BACK_LIMIT_S = 20.0
 #: Peers that the caller named are tried again this often, while something is missing.
@@ -102,7 +103,10 @@ class Swarm:
         self._reconnect_at = 0.0
         self._wanted: frozenset[int] = frozenset()
         self._finished_at: dict[int, float] = {}
-        self._confirmed_at = 0.0
+        #: What is on its way from libtorrent's memory into the files.
+        self._flushing: Set[int] | None = None
+        self._is_flushed = False
+        self._flushed_at = 0.0
         self._misread: str | None = None
         self._before = _Payload()
         self._session: Any = libtorrent.session(session_settings(options))
@@ -180,7 +184,7 @@ class Swarm:
             if self._handle is not None:
                 status = self._handle.status(libtorrent.status_flags_t.query_pieces)
                 self._leave()
-                self._confirm(status, now=True)
+                self._writer.confirm(self._finished(status))
         finally:
             # Waits until libtorrent's threads have ended.
             self._session = None
@@ -223,7 +227,7 @@ class Swarm:
         parameters.url_seeds = list(self._sources.web_seeds)
         parameters.banned_peers = self._sources.banned_peers
         parameters.storage_mode = libtorrent.storage_mode_t.storage_mode_sparse
-        self._finished_at = {}
+        self._finished_at, self._flushing = {}, None
         self._reconnect_at = 0.0
         handle = self._session.add_torrent(parameters)
         handle.set_upload_limit(self._options.upload_limit_bytes_per_s)
@@ -268,23 +272,32 @@ class Swarm:
 
     # ------------------------------------------------------------------------------------------------ receiving
 
-    def _confirm(self, status: Any, *, now: bool = False) -> None:
-        time_s = time.monotonic()
+    def _confirm(self, status: Any) -> None:
+        """Record finished pieces, once they are in the files: libtorrent keeps them in memory for as long as it can."""
+        finished = self._finished(status)
+        if not finished:
+            return
+        now = time.monotonic()
+        if self._flushing is None:
+            complete = self._wanted <= self._writer.verified | finished.keys()
+            if complete or now - self._flushed_at >= CONFIRM_EVERY_S:
+                self._flushing, self._is_flushed = finished.keys(), False
+                self._handle.flush_cache()
+        elif self._is_flushed or now - self._flushed_at >= _FLUSH_LIMIT_S:
+            self._writer.confirm(self._flushing & finished.keys())
+            self._flushing, self._flushed_at = None, now
+            lost = [piece for piece, at in self._finished(status).items() if now - at > READ_BACK_LIMIT_S]
+            if lost:
+                log.error("%s; fetching it again", self._writer.stored.damage(lost[0]))
+                self.refetch(lost)
+
+    def _finished(self, status: Any) -> dict[int, float]:
+        """Pieces that libtorrent has and the record has not, and since when."""
+        now = time.monotonic()
         verified = self._writer.verified
         finished = [piece for piece, there in enumerate(status.pieces) if there and piece not in verified]
-        for piece in finished:
-            self._finished_at.setdefault(piece, time_s)
-        complete = finished and self._wanted <= verified.union(finished)
-        if not finished or not (now or complete or time_s - self._confirmed_at >= CONFIRM_EVERY_S):
-            return
-        self._confirmed_at = time_s
-        self._writer.confirm(finished)
-        for piece in self._writer.verified.intersection(self._finished_at):
-            del self._finished_at[piece]
-        lost = [piece for piece, at in self._finished_at.items() if time_s - at > READ_BACK_LIMIT_S]
-        if lost and not now:
-            log.error("%s; fetching it again", self._writer.stored.damage(lost[0]))
-            self.refetch(lost)
+        self._finished_at = {piece: self._finished_at.get(piece, now) for piece in finished}
+        return self._finished_at
 
     def _state(self, status: Any, peers: Sequence[Any]) -> SwarmState:
         payload = self._before + status
@@ -305,6 +318,8 @@ class Swarm:
             self._file_failed(alert)
         elif isinstance(alert, libtorrent.torrent_error_alert):
             raise ArtifactError(f"the swarm of {self._bundle.manifest.name} failed: {alert.error.message()}")
+        elif isinstance(alert, libtorrent.cache_flushed_alert):
+            self._is_flushed = True
         else:
             self._sources.hear(alert)
 
