@@ -50,7 +50,7 @@ def artifacts(draw: st.DrawFn, *, largest_tensor: int = 400_000) -> Artifact:
     n_files = draw(st.integers(1, 3))
     headers = [draw(st.integers(1, 100_000)) for _ in range(n_files)]
     ends = list(headers)
-    tensors = []
+    tensors: list[TensorRecord] = []
     for file, number in sorted((draw(st.integers(0, n_files - 1)), number) for number in range(n_tensors)):
         offset = ends[file] + draw(st.sampled_from([0, 0, 0, 1, 31, 50_000]))
         size_bytes = draw(st.integers(1, largest_tensor))
