@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -191,6 +192,7 @@ def _inspected(
     layer_bytes = artifact.layer_bytes()
     role_bytes = {role: artifact.role_bytes(role) for role in Role}
     tensor_bytes = sum(tensor.size_bytes for tensor in artifact.tensors)
+    tensors_of = Counter(tensor.file for tensor in artifact.tensors)
     shards = []
     for number in shard_counts:
         for layers in artifact.divided(number):
@@ -221,7 +223,7 @@ def _inspected(
                 "name": name,
                 "size_bytes": record.size_bytes,
                 "header_bytes": record.header_bytes,
-                "tensors": sum(tensor.file == number for tensor in artifact.tensors),
+                "tensors": tensors_of[number],
             }
             for number, (name, record) in enumerate(zip(file_names, artifact.files, strict=True))
         ],
