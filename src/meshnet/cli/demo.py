@@ -6,7 +6,7 @@ import asyncio
 import os
 import tempfile
 import time
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -16,6 +16,7 @@ import typer
 from meshnet.artifact import store
 from meshnet.cli import credentials
 from meshnet.cli.bars import ByteBars, byte_bars
+from meshnet.cli.stopping import until_stopped
 from meshnet.errors import MeshnetError
 
 if TYPE_CHECKING:
@@ -53,7 +54,9 @@ def demo(
         model, n_layer = TEST_MODEL, 8
     with tempfile.TemporaryDirectory(prefix="demo-", dir=store.store_root()) as directory:
         mesh = _Mesh(Path(directory), model, n_layer, engine)
-        asyncio.run(_until_stopped(_demo(mesh, question, max_tokens, keep), exit_code=0 if keep else 130))
+        if asyncio.run(until_stopped(_demo(mesh, question, max_tokens, keep))):
+            _step("stopped")
+            raise typer.Exit(0 if keep else 130)
 
 
 @dataclass(frozen=True)
@@ -92,23 +95,6 @@ def _sample() -> tuple[str, int]:
 
     path = fetch_sample(DEFAULT_SAMPLE, _step)
     return str(path), read_layout(path).n_layer
-
-
-async def _until_stopped(work: Coroutine[None, None, None], *, exit_code: int) -> None:
-    """Run ``work``; a stop request cancels it (which cleans up), a second one makes it hurry."""
-    from meshnet.cli.stopping import stop_requests
-
-    running = asyncio.create_task(work)
-
-    def stop() -> None:
-        running.cancel()
-
-    with stop_requests(stop):
-        try:
-            await running
-        except asyncio.CancelledError:
-            _step("stopped")
-            raise typer.Exit(exit_code) from None
 
 
 async def _demo(mesh: _Mesh, question: str, max_tokens: int, keep: bool) -> None:

@@ -30,20 +30,25 @@ class JsonEvents:
 
     def __init__(self) -> None:
         self._told_at = 0.0
+        self._complete: tuple[int, int] | None = None
 
     def ready(self, node_id: str, shard: Shard) -> None:
         print(json.dumps({"event": "ready", "node_id": node_id, "shard": shard.model_dump(mode="json")}), flush=True)
 
     def progress(self, state: ProviderState) -> None:
-        if not state.complete and time.monotonic() - self._told_at < _PROGRAMS_EVERY_S:
+        # The end of each download is told at once, but not twice.
+        complete = (state.verified_bytes, state.wanted_bytes) if state.complete else None
+        early = time.monotonic() - self._told_at < _PROGRAMS_EVERY_S
+        if complete == self._complete if complete else early:
             return
-        self._told_at = time.monotonic()
+        self._told_at, self._complete = time.monotonic(), complete
         event = {
             "event": "pull",
             "verified_bytes": state.verified_bytes,
             "wanted_bytes": state.wanted_bytes,
             "downloaded_bytes": state.swarm.downloaded_bytes,
             "peers": state.swarm.peers,
+            "web_seeds": state.swarm.web_seeds,
             "problems": state.swarm.problems,
         }
         print(json.dumps(event), flush=True)

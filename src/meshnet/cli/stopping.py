@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from meshnet.errors import UsageError
 
@@ -43,3 +44,24 @@ def stop_requests(on_stop: Callable[[], None], *, with_parent: bool = False) -> 
             loop.remove_reader(STDIN)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
+
+
+async def until_stopped(work: Coroutine[Any, Any, None], *, with_parent: bool = False) -> bool:
+    """Run ``work``; a stop request cancels it, which cleans up, and another one makes it hurry. True if it was stopped.
+
+    Raises:
+        UsageError: as `stop_requests`.
+    """
+    working = asyncio.create_task(work)
+
+    def stop() -> None:
+        working.cancel()
+
+    try:
+        with stop_requests(stop, with_parent=with_parent):
+            await working
+    except asyncio.CancelledError:
+        return True
+    finally:
+        working.cancel()
+    return False

@@ -6,13 +6,17 @@ import ipaddress
 import re
 from typing import TYPE_CHECKING
 
-from meshnet.errors import UsageError
+from meshnet.errors import ArtifactError, UsageError
 
 if TYPE_CHECKING:
+    from meshnet.artifact.manifest import Manifest
     from meshnet.artifact.swarm import SwarmOptions
     from meshnet.node.address import Endpoint
 
+_WEB_SEED = re.compile(r"https?://[!-\x22$->@-~]+/")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
+#: Slower than a block of 16 KiB in as many seconds, peers take each other for dead.
+_MIN_RATE = 1000
 
 
 def swarm_options(
@@ -35,6 +39,21 @@ def swarm_options(
     )
 
 
+def web_seed_base(manifest: Manifest, url: str) -> str:
+    """What a torrent client needs to know of a web server, from the URL of an artifact's first file there.
+
+    Raises:
+        ArtifactError: it is no such URL.
+    """
+    place = f"{manifest.directory}/{manifest.file_names[0]}" if manifest.directory else manifest.file_names[0]
+    base = url.removesuffix(place)
+    if base == url or not _WEB_SEED.fullmatch(base):
+        raise ArtifactError(
+            f"web seed {url!r} is not http(s)://HOST/…/{place}: there the files must be called as in the manifest"
+        )
+    return base
+
+
 def _ip_address(host: str) -> str | None:
     # Announces carry addresses only; for a name the tracker takes the address that it sees.
     try:
@@ -48,6 +67,6 @@ def _rate(text: str | None, what: str) -> int:
         return 0
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)B?(?:/s)?", text.strip(), re.IGNORECASE)
     rate = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
-    if rate < 1000:
-        raise UsageError(f"{what} {text!r} is no rate; write bytes per second, for example 2MB")
+    if rate < _MIN_RATE:
+        raise UsageError(f"{what} {text!r} is no rate; write bytes per second, at least 1kB, for example 2MB")
     return rate
