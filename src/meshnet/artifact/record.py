@@ -17,27 +17,45 @@ Stamp = list[int] | None
 
 @dataclass(frozen=True)
 class Record:
-    """As long as the files have these ``stamps``, which they had when the record was made, they hold these pieces."""
+    """As long as the files have these ``stamps``, which they had when the record was made, they hold these pieces.
+
+    ``lost`` are the last pieces that were on record and found wrong, ``n_lost`` how many there have been in all: a
+    piece may be repaired before those who computed with it have looked.
+    """
 
     pieces: frozenset[int] = frozenset()
     stamps: tuple[Stamp, ...] = ()
+    lost: tuple[int, ...] = ()
+    n_lost: int = 0
 
     @classmethod
     def read(cls, path: Path, n_pieces: int) -> Record:
         """What ``path`` says; nothing if it is missing or damaged, which only means hashing what is there."""
         try:
             value = json.loads(path.read_bytes())
-            pieces, stamps = value["pieces"], value["stamps"]
-            if value["sha256"] != _sum(pieces, stamps):
+            pieces, stamps, lost, n_lost = (value[key] for key in ("pieces", "stamps", "lost", "n_lost"))
+            if value["sha256"] != _sum(pieces, stamps, lost, n_lost):
                 return cls()
-            return cls(frozenset(pieces_from_hex(pieces, n_pieces)), tuple(stamps))
+            return cls(frozenset(pieces_from_hex(pieces, n_pieces)), tuple(stamps), tuple(lost), n_lost)
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return cls()
 
     def write(self, path: Path) -> None:
         """Raises ``OSError``."""
-        pieces, stamps = pieces_to_hex(self.pieces), list(self.stamps)
-        write_json(path, {"pieces": pieces, "stamps": stamps, "sha256": _sum(pieces, stamps)})
+        told = {
+            "pieces": pieces_to_hex(self.pieces),
+            "stamps": list(self.stamps),
+            "lost": list(self.lost),
+            "n_lost": self.n_lost,
+        }
+        write_json(path, {**told, "sha256": _sum(*told.values())})
+
+    def lost_since(self, n_lost: int) -> frozenset[int] | None:
+        """Pieces found wrong since there had been ``n_lost`` of them; None if that is not on record any more."""
+        new = self.n_lost - n_lost
+        if not 0 <= new <= len(self.lost):
+            return None
+        return frozenset(self.lost[len(self.lost) - new :])
 
 
 def stamps_of(paths: Sequence[Path]) -> tuple[Stamp, ...]:
@@ -70,5 +88,5 @@ def _stamp(path: Path) -> Stamp:
     return [status.st_size, status.st_mtime_ns, status.st_ino]
 
 
-def _sum(pieces: Any, stamps: Any) -> str:
-    return hashlib.sha256(json.dumps([pieces, stamps]).encode()).hexdigest()
+def _sum(*told: Any) -> str:
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ _RECORD = "verified.json"
 _WRITER_LOCK = "writer.lock"
 #: Pieces that are hashed between two calls of ``progress``, at most.
 _BATCH = 64
+#: Pieces found wrong that are kept on record.
+_LOST = 4096
 
 #: Called with (bytes done, bytes in all); may raise to stop.
 Progress = Callable[[int, int], None]
@@ -83,6 +86,14 @@ class StoredArtifact:
 
     def has(self, pieces: Iterable[int]) -> bool:
         return self.verified().issuperset(pieces)
+
+    def n_lost(self) -> int:
+        """How many pieces were on record and found wrong, ever."""
+        return self._last_record().n_lost
+
+    def lost_since(self, n_lost: int) -> frozenset[int] | None:
+        """Pieces found wrong since there had been ``n_lost`` of them; None if nobody knows any more."""
+        return self._last_record().lost_since(n_lost)
 
     def is_unchanged(self) -> bool:
         """True if no file was written to, replaced or removed since the record was made."""
@@ -213,6 +224,8 @@ class Writer:
         self.stored = stored
         #: Pieces that are on record.
         self.verified = stored.verified()
+        self._lost: deque[int] = deque(stored._last_record().lost, maxlen=_LOST)
+        self._n_lost = stored.n_lost()
 
     def recover(self, progress: Progress | None = None, *, doubt: bool = False) -> list[Damage]:
         """Make the record true after whatever happened; returns recorded pieces that are not right any more.
@@ -228,6 +241,7 @@ class Writer:
             return []
         recorded = self.verified
         good, bad = self.stored.check(recorded.union(self._pieces_with_data()), progress)
+        self._lose(recorded.difference(good))
         self.verified = frozenset(good)
         self.save(range(len(self.stored.paths)))
         return [damage for damage in bad if damage.piece in recorded]
@@ -248,7 +262,9 @@ class Writer:
 
     def forget(self, pieces: Iterable[int]) -> None:
         """Take pieces off the record, because they are not right."""
-        self.verified = self.verified.difference(pieces)
+        wrong = self.verified.intersection(pieces)
+        self._lose(wrong)
+        self.verified -= wrong
         self.save(())
 
     def save(self, files: Iterable[int]) -> None:
@@ -262,9 +278,14 @@ class Writer:
             if self.stored.links is None:
                 for number in files:
                     sync(paths[number])
-            Record(self.verified, stamps_of(paths)).write(self.stored.directory / _RECORD)
+            record = Record(self.verified, stamps_of(paths), tuple(self._lost), self._n_lost)
+            record.write(self.stored.directory / _RECORD)
         except OSError as error:
             raise StoreError(f"{self.stored.directory} cannot be written: {error.strerror}; free some space") from error
+
+    def _lose(self, pieces: Collection[int]) -> None:
+        self._lost.extend(sorted(pieces))
+        self._n_lost += len(pieces)
 
     def _make_files(self) -> None:
         # At full size from the start (holes take no space): workers map the whole file.

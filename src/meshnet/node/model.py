@@ -51,15 +51,20 @@ class ProvidedModel:
         self._provider = provider
         self._pieces = pieces
         self._layers = layers
+        self._n_lost = 0
 
     async def prepare(self) -> None:
+        self._n_lost = self._provider.stored.n_lost()
         await self._provider.wait_for(self._pieces)
 
     def check(self) -> None:
-        missing = self._pieces - self._provider.stored.verified()
-        if missing:
-            damage = self._provider.stored.damage(min(missing))
-            raise ArtifactError(f"layers {self._layers} wait for {len(missing)} damaged pieces, first {damage}")
+        # Also what is repaired by now: the worker may have computed with it while it was wrong.
+        stored = self._provider.stored
+        lost = stored.lost_since(self._n_lost)
+        wrong = self._pieces - stored.verified() | (self._pieces if lost is None else self._pieces & lost)
+        if wrong:
+            damage = stored.damage(min(wrong))
+            raise ArtifactError(f"layers {self._layers} read from {len(wrong)} damaged pieces, first {damage}")
 
 
 def is_whole(layers: LayerRange | None, n_layer: int) -> bool:
