@@ -28,7 +28,8 @@ def list_(json_: JsonOption = False) -> None:
     from meshnet.cli.show import console, size, table
 
     library = Library()
-    entries = [_entry(stored) for stored in library.all()]
+    held = library.all()
+    entries = [_entry(stored) for stored in held]
     if json_:
         print(json.dumps(entries))
         return
@@ -42,9 +43,9 @@ def list_(json_: JsonOption = False) -> None:
             size(entry["size_bytes"]),
             size(entry["verified_bytes"]),
             size(entry["disk_bytes"]),
-            entry["paths"][0] if entry["links"] else "the store",
+            _place(stored),
         )
-        for entry in entries
+        for stored, entry in zip(held, entries, strict=True)
     ]
     columns = ("name", "digest", "size", "verified", "on the disk", "served from")
     console().print(table(f"Artifacts in {library.root.parent}", columns, rows, right=columns[2:5]))
@@ -79,8 +80,16 @@ def remove(wanted: WantedArgument) -> None:
     library = Library()
     stored = library.need(wanted)
     freed_bytes = library.remove(stored)
-    what = f"{size(freed_bytes)} freed" if stored.links is None else f"{stored.links[0]} stays"
+    what = f"{size(freed_bytes)} freed" if stored.links is None else f"{stored.links[0]} is left alone"
     print(f"removed {stored.bundle.manifest.name} ({stored.digest}) from the store; {what}")
+
+
+def _place(stored: StoredArtifact) -> str:
+    if stored.links is None:
+        return "the store"
+    if not all(path.exists() for path in stored.links):
+        return f"{stored.links[0]} (missing)"
+    return f"{stored.links[0]}" if stored.is_unchanged() else f"{stored.links[0]} (changed)"
 
 
 def _check(stored: StoredArtifact, writer: Writer | None, progress: Callable[[int, int], None]) -> list[Damage]:

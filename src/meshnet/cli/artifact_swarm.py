@@ -328,14 +328,15 @@ async def _pulled(provider: Provider, show: Callable[[ProviderState], None], pat
     Raises:
         ArtifactError: nothing has arrived for too long; names who failed.
     """
-    seen, seen_at = -1, time.monotonic()
+    seen, seen_at = (-1, -1), time.monotonic()
     while True:
         state = await provider.changed()
         show(state)
         if state.complete and not state.checking:
             return
-        if state.checking or state.verified_bytes != seen:
-            seen, seen_at = state.verified_bytes, time.monotonic()
+        here = (state.verified_bytes, state.swarm.downloaded_bytes)
+        if state.checking or here != seen:
+            seen, seen_at = here, time.monotonic()
         elif time.monotonic() - seen_at > patience_s:
             told = "; ".join(f"{source}: {problem}" for source, problem in state.swarm.problems.items())
             raise ArtifactError(
