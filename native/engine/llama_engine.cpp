@@ -1,4 +1,7 @@
 // ShardEngine over llama.cpp: one model and one context, restricted to a range of layers by the patch stack.
+#include <pthread.h>
+#include <sched.h>
+
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -175,6 +178,33 @@ llama_context_params context_params(const EngineConfig & config, ggml_type type_
     return params;
 }
 
+// The cores that the calling thread may run on.
+class Affinity {
+  public:
+    Affinity() {
+        CPU_ZERO(&cpus_);
+        pthread_getaffinity_np(pthread_self(), sizeof(cpus_), &cpus_);
+    }
+    explicit Affinity(int cpu) {
+        CPU_ZERO(&cpus_);
+        CPU_SET(static_cast<size_t>(cpu), &cpus_);
+    }
+
+    int count() const {
+        return CPU_COUNT(&cpus_);
+    }
+    bool has(int cpu) const {
+        return CPU_ISSET(static_cast<size_t>(cpu), &cpus_);
+    }
+    // A hint: where it is not allowed, threads run where they may.
+    void apply() const {
+        pthread_setaffinity_np(pthread_self(), sizeof(cpus_), &cpus_);
+    }
+
+  private:
+    cpu_set_t cpus_;
+};
+
 class LlamaEngine final : public ShardEngine {
   public:
     Status load(const EngineConfig & config);
@@ -209,6 +239,8 @@ class LlamaEngine final : public ShardEngine {
     EngineDescription description_;
     std::vector<std::string> globals_;
     ModelPtr model_;
+    int compute_cpu_ = -1;  // the core of the thread that calls execute(), once it has; ggml's own threads have theirs
+    bool placed_ = false;
     ThreadsPtr threads_;  // outlives the context that uses it
     ContextPtr context_;
     llama_batch batch_{};
@@ -366,7 +398,18 @@ Status LlamaEngine::load(const EngineConfig & config) {
     // from the other shards of this machine while those compute.
     ggml_threadpool_params threads = ggml_threadpool_params_default(actual.threads);
     threads.poll = 0;
+    // With a thread for every core each one has its own: else the scheduler now and then wakes two of them on one core,
+    // and they wait for each other at every barrier until it notices.
+    const Affinity everywhere;
+    if (actual.threads > 1 && actual.threads == everywhere.count()) {
+        threads.strict_cpu = true;
+        for (int cpu = 0; cpu < std::min<int>(CPU_SETSIZE, GGML_MAX_N_THREADS); ++cpu) {
+            threads.cpumask[cpu] = everywhere.has(cpu);
+            compute_cpu_ = everywhere.has(cpu) ? cpu : compute_cpu_;
+        }
+    }
     threads_.reset(ggml_threadpool_new(&threads));
+    everywhere.apply();  // this thread computes nothing later
     llama_attach_threadpool(context_.get(), threads_.get(), nullptr);
 
     vocab_ = llama_model_get_vocab(model_.get());
@@ -552,6 +595,10 @@ void LlamaEngine::forget(const std::vector<Step> & steps, bool untouched) {
 }
 
 Status LlamaEngine::execute(const std::vector<Step> & steps, std::vector<StepResult> & results) {
+    if (compute_cpu_ >= 0 && !placed_) {
+        Affinity(compute_cpu_).apply();
+        placed_ = true;
+    }
     results.assign(steps.size(), {});
     if (steps.empty()) {
         return Status::success();
