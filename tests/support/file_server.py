@@ -15,15 +15,15 @@ from pathlib import Path
 _CHUNK_BYTES = 16 << 10
 
 
-@dataclass(frozen=True)
+@dataclass
 class Request:
-    """A GET: ``end`` is where the answer was to end, ``sent_bytes`` how much of it the client took."""
+    """A GET: ``end`` is where the answer is to end, ``sent_bytes`` how much of it has been sent."""
 
     path: str
-    start: int
-    end: int
-    sent_bytes: int
     status: int
+    start: int = 0
+    end: int = 0
+    sent_bytes: int = 0
 
 
 @dataclass
@@ -40,7 +40,9 @@ class FileServer:
     redirects: dict[str, str] = field(default_factory=dict)
     bytes_per_s: float | None = None
     requests: list[Request] = field(default_factory=list)
+    cuts: int = 0
     _server: ThreadingHTTPServer | None = None
+    _thread: threading.Thread | None = None
 
     @property
     def url(self) -> str:
@@ -51,28 +53,56 @@ class FileServer:
         """Bytes of contents sent in all."""
         return sum(request.sent_bytes for request in list(self.requests))
 
-    def sent_spans(self, path: str) -> list[tuple[int, int]]:
-        """What was sent of a file, request by request."""
-        return [(one.start, one.start + one.sent_bytes) for one in list(self.requests) if one.path == path]
+    def asked_spans(self, path: str) -> list[tuple[int, int]]:
+        """What was asked for of a file, request by request."""
+        return [(one.start, one.end) for one in list(self.requests) if one.path == path]
+
+    def sent_of(self, path: str) -> int:
+        """Bytes sent of a file."""
+        return sum(one.sent_bytes for one in list(self.requests) if one.path == path)
+
+    def has_sent(self, path: str, n_bytes: int) -> bool:
+        """True once so much of a file has been sent."""
+        return self.sent_of(path) >= n_bytes
 
     @contextlib.contextmanager
     def running(self) -> Iterator[FileServer]:
-        """Serve while the block runs. Can be used again, on the same port."""
-        self._server = _Server(("127.0.0.1", self.port), _handler(self))
-        self.port = self._server.server_address[1]
-        thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
-        thread.start()
+        """Serve while the block runs."""
+        self._start()
         try:
             yield self
         finally:
-            self._server.shutdown()
-            self._server.server_close()
-            thread.join()
-            self._server = None
+            self._stop()
 
-    @property
-    def is_running(self) -> bool:
-        return self._server is not None
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Be away while the block runs, and come back on the same port."""
+        self._stop()
+        try:
+            yield
+        finally:
+            self._start()
+
+    def cut(self) -> None:
+        """Break off all answers that are being sent."""
+        self.cuts += 1
+
+    def _start(self) -> None:
+        self._server = _Server(("127.0.0.1", self.port), _handler(self))
+        self.port = self._server.server_address[1]
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
+        self._thread.start()
+
+    def _stop(self) -> None:
+        server, self._server = self._server, None
+        self.cut()
+        if server is not None and self._thread is not None:
+            server.shutdown()
+            server.server_close()
+            self._thread.join()
+
+    def serves(self, server: object) -> bool:
+        return self._server is server
 
 
 class _Server(ThreadingHTTPServer):
@@ -89,12 +119,15 @@ def _handler(files: FileServer) -> type[BaseHTTPRequestHandler]:
         timeout = 60
 
         def do_GET(self) -> None:
+            if not files.serves(self.server):
+                self.close_connection = True  # it was kept open from before
+                return
             target = files.redirects.get(self.path)
             if target is not None:
                 self._plain(HTTPStatus.FOUND, location=target)
                 return
             path = files.files.get(self.path.partition("?")[0])
-            if path is None or not files.is_running:
+            if path is None:
                 self._plain(HTTPStatus.NOT_FOUND)
                 return
             size = path.stat().st_size
@@ -111,26 +144,25 @@ def _handler(files: FileServer) -> type[BaseHTTPRequestHandler]:
             if status is HTTPStatus.PARTIAL_CONTENT:
                 self.send_header("Content-Range", f"bytes {start}-{end - 1}/{size}")
             self.end_headers()
-            self.sent_bytes = 0
-            try:
-                self._send(path, start, end)
-            finally:
-                self.close_connection |= self.sent_bytes < end - start
-                files.requests.append(Request(self.path, start, end, self.sent_bytes, status))
+            request = Request(self.path, status, start, end)
+            files.requests.append(request)
+            self.close_connection = True  # if it breaks off
+            self._send(path, start, end, request)
+            self.close_connection = request.sent_bytes < end - start
 
-        def _send(self, path: Path, start: int, end: int) -> None:
-            began = time.monotonic()
+        def _send(self, path: Path, start: int, end: int, request: Request) -> None:
+            began, cuts = time.monotonic(), files.cuts
             with path.open("rb") as file:
                 file.seek(start)
-                while start < end and files.is_running:
+                while start < end and files.cuts == cuts:
                     data = file.read(min(_CHUNK_BYTES, end - start))
                     if not data:
                         break
                     self.wfile.write(files.tamper(start, data) if files.tamper else data)
                     start += len(data)
-                    self.sent_bytes += len(data)
+                    request.sent_bytes += len(data)
                     if files.bytes_per_s:
-                        time.sleep(max(0.0, began + self.sent_bytes / files.bytes_per_s - time.monotonic()))
+                        time.sleep(max(0.0, began + request.sent_bytes / files.bytes_per_s - time.monotonic()))
 
         def _plain(self, status: HTTPStatus, **headers: str) -> None:
             self.send_response(status)
@@ -138,7 +170,7 @@ def _handler(files: FileServer) -> type[BaseHTTPRequestHandler]:
                 self.send_header(name, value)
             self.send_header("Content-Length", "0")
             self.end_headers()
-            files.requests.append(Request(self.path, 0, 0, 0, status))
+            files.requests.append(Request(self.path, status))
 
         def log_message(self, *_: object) -> None:
             pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import shutil
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 
 from meshnet.artifact.bundle import Bundle
 from meshnet.artifact.library import Library
+from meshnet.artifact.manifest import ByteSpan
 from meshnet.artifact.provider import Provider, providing
 from meshnet.artifact.stored import StoredArtifact
 from meshnet.artifact.swarm import SwarmOptions
@@ -22,6 +24,8 @@ from meshnet.core import LayerRange
 DEADLINE_S = 60.0
 LOOPBACK = "127.0.0.1"
 OPTIONS = SwarmOptions(listen=f"{LOOPBACK}:0")
+
+_CHUNK_BYTES = 4 << 20
 
 Peer = tuple[str, int]
 
@@ -109,6 +113,11 @@ async def complete(*providers: Provider, deadline_s: float = DEADLINE_S) -> None
         await asyncio.gather(*(provider.wait_complete() for provider in providers))
 
 
+async def told_complete(provider: Provider) -> None:
+    """Wait until the provider's state is one after its completion."""
+    await until(lambda: provider.state.complete and provider.state.swarm.missing_bytes == 0)
+
+
 async def until(condition: Callable[[], object], deadline_s: float = DEADLINE_S) -> None:
     """Wait for something that nobody tells of."""
     async with asyncio.timeout(deadline_s):
@@ -133,6 +142,25 @@ def flip(path: Path, offset: int) -> None:
         byte = file.read(1)
         file.seek(offset)
         file.write(bytes([byte[0] ^ 1]))
+
+
+def wrong_in_every_piece(bundle: Bundle, original: Path, path: Path) -> Path:
+    """A file of the same size as ``original``, with one bit of every piece changed."""
+    shutil.copyfile(original, path)
+    for piece in range(len(bundle.pieces)):
+        flip(path, bundle.pieces.span(piece).start)
+    return path
+
+
+def assert_same_bytes(paths: Sequence[Path], originals: Sequence[Path], spans: Iterable[ByteSpan]) -> None:
+    """The files must hold what the originals do, in these spans."""
+    for span in spans:
+        with paths[span.file].open("rb") as file, originals[span.file].open("rb") as original:
+            file.seek(span.start)
+            original.seek(span.start)
+            for start in range(span.start, span.end, _CHUNK_BYTES):
+                size = min(_CHUNK_BYTES, span.end - start)
+                assert file.read(size) == original.read(size), f"{span} differs from {start} on"
 
 
 def assert_record_is_true(stored: StoredArtifact) -> None:

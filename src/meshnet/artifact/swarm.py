@@ -29,8 +29,9 @@ CONFIRM_EVERY_S = 1.0
 _FLUSH_LIMIT_S = 10.0
 #: A piece that libtorrent has finished and that cannot be read back for so long is fetched again.
 READ_BACK_LIMIT_S = 20.0
-#: Peers that the caller named are tried again this often, while something is missing.
+#: Peers that the caller named are tried again this often, while something is missing, and when nothing is.
 RECONNECT_EVERY_S = 5.0
+OFFER_EVERY_S = 30.0
 _LISTEN_LIMIT_S = 5.0
 #: Leaving a torrent takes a few milliseconds, if the disk is not very slow.
 _LEAVE_LIMIT_S = 10.0
@@ -262,9 +263,9 @@ class Swarm:
 
     def _reconnect(self, status: Any, peers: Sequence[Any]) -> None:
         now = time.monotonic()
-        if status.is_finished or now < self._reconnect_at:
+        if now < self._reconnect_at:
             return
-        self._reconnect_at = now + RECONNECT_EVERY_S
+        self._reconnect_at = now + (OFFER_EVERY_S if status.is_finished else RECONNECT_EVERY_S)
         connected = {tuple(peer.ip) for peer in peers}
         for peer in self._peers:
             if peer not in connected:

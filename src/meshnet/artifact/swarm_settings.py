@@ -39,7 +39,14 @@ def session_settings(options: SwarmOptions) -> Any:
         # Made to give way to everything else, which is slow where nothing else is going on.
         "enable_incoming_utp": False,
         "enable_outgoing_utp": False,
-        "min_reconnect_time": 5,
+        # What is on its way from one peer is asked of others too when nothing else is left, and then arrives twice: no
+        # more than 2 MB per peer, or a second's worth. Several may send parts of a piece, so that it is soon passed on.
+        "max_allowed_in_request_queue": 128,
+        "request_queue_time": 1,
+        "whole_pieces_threshold": 0,
+        "min_reconnect_time": 2,
+        # Whoever has all that it wants may want more a moment later: the rest after the headers, another range.
+        "close_redundant_connections": False,
         "min_announce_interval": 15,
         "stop_tracker_timeout": 1,
         "ban_web_seeds": True,

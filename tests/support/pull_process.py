@@ -1,0 +1,109 @@
+"""Pulls in processes that can be killed: ``python -m tests.support.pull_process``, driven by `Pulls`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshnet.artifact import swarm
+from meshnet.artifact.bundle import Bundle
+from tests.support.swarm import Peer, pulling
+
+
+@dataclass(frozen=True)
+class Pull:
+    """What a process is to do; it ends when it has all of ``wanted``, or, with ``stay``, never."""
+
+    store: Path
+    wanted: Sequence[int]
+    web_seeds: Sequence[str] = ()
+    peers: Sequence[Peer] = ()
+    stay: bool = False
+    confirm_every_s: float = 0.1
+
+
+class Pulls:
+    """Starts pulls of one artifact quickly: each is a fork of a process that has loaded everything."""
+
+    def __init__(self, bundle: Bundle, directory: Path) -> None:
+        self._manifest = directory / "pulls.manifest.json"
+        self._torrent = directory / "pulls.torrent"
+        self._manifest.write_bytes(bundle.manifest.to_json())
+        self._torrent.write_bytes(bundle.torrent)
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def __aenter__(self) -> Pulls:
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "tests.support.pull_process", str(self._manifest), str(self._torrent)),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+            await self._process.wait()
+
+    async def start(self, pull: Pull) -> int:
+        """The process id of a new pull."""
+        order = {**vars(pull), "store": str(pull.store), "wanted": list(pull.wanted)}
+        await self._send(order)
+        return int((await self._answer())["pid"])
+
+    async def end(self, pid: int, *, kill: bool) -> int:
+        """Wait for the end of a pull, or bring it about with SIGKILL; its exit code."""
+        if kill:
+            os.kill(pid, signal.SIGKILL)
+        await self._send({"wait": pid})
+        return int((await self._answer())["code"])
+
+    async def _send(self, order: dict[str, Any]) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order).encode() + b"\n")
+        await self._process.stdin.drain()
+
+    async def _answer(self) -> Any:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        async with asyncio.timeout(60):
+            return json.loads(await self._process.stdout.readline())
+
+
+def _main(manifest: str, torrent: str) -> None:
+    bundle = Bundle.parse(Path(manifest).read_bytes(), Path(torrent).read_bytes())
+    for line in sys.stdin:
+        order = json.loads(line)
+        if "wait" in order:
+            print(json.dumps({"code": os.waitstatus_to_exitcode(os.waitpid(order["wait"], 0)[1])}), flush=True)
+            continue
+        pid = os.fork()
+        if pid == 0:
+            # Only this one: it must not read the orders of its parent.
+            os.close(0)
+            asyncio.run(_pull(bundle, order))
+            os._exit(0)
+        print(json.dumps({"pid": pid}), flush=True)
+
+
+async def _pull(bundle: Bundle, order: dict[str, Any]) -> None:
+    swarm.CONFIRM_EVERY_S = order["confirm_every_s"]
+    peers = [(host, port) for host, port in order["peers"]]
+    async with pulling(
+        Path(order["store"]), bundle, order["wanted"], web_seeds=order["web_seeds"], peers=peers
+    ) as puller:
+        await puller.wait_complete()
+        if order["stay"]:
+            await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
