@@ -74,6 +74,29 @@ def test_a_store_under_home_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "under /home" in check.found
 
 
+def test_the_quota_of_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHNET_STORE", str(tmp_path))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 40, 0, 500 << 30))
+    (tmp_path / "artifacts").mkdir()
+    (tmp_path / "artifacts" / "file").write_bytes(bytes(200_000_000))
+    for quota, level, told in (
+        ("500MB", doctor.OK, ", 0.2 of a quota of 0.5 GB taken"),
+        ("100MB", doctor.WARN, ", 0.2 of a quota of 0.1 GB taken; remove an artifact"),
+        ("much", doctor.FAIL, "MESHNET_STORE_QUOTA is 'much', which is not a size"),
+    ):
+        monkeypatch.setenv("MESHNET_STORE_QUOTA", quota)
+        assert doctor.check_store().level == level
+        assert told in str(doctor.check_store())
+
+
+def test_a_missing_drive_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHNET_STORE", str(tmp_path / "store"))
+    monkeypatch.setenv("MESHNET_STORE_MOUNT", str(tmp_path))
+    assert str(doctor.check_store()).startswith(f"fail  store    no drive is mounted at {tmp_path}")
+    monkeypatch.setenv("MESHNET_STORE_MOUNT", "/")
+    assert doctor.check_store().found.endswith(" GB free, on the drive at /")
+
+
 def test_a_port_that_something_else_holds_is_a_warning() -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]

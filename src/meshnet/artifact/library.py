@@ -132,7 +132,7 @@ class Library:
         freed_bytes = stored.disk_bytes()
         with self._use_lock(stored, fcntl.LOCK_EX) as free:
             if not free:
-                raise StoreError(f"{stored.digest} is in use by a running node; stop that first")
+                raise StoreError(f"{stored.digest} is in use by a running node, seed or pull; stop that first")
             # Gone at once for everybody, however long the deletion takes.
             doomed = self.root / f"{_REMOVED}{secrets.token_hex(8)}"
             try:

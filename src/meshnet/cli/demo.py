@@ -145,7 +145,7 @@ async def _start(mesh: _Mesh, started: Children) -> str:
         environment = mesh.store_environment(f"store-{number}")
         nodes.append(await started.start(f"node {number}", ["node", *options], environment))
     with byte_bars([child.name for child in nodes]) as bars:
-        ready = await _patiently("loading", asyncio.gather(*(_ready(child, bars) for child in nodes)))
+        ready = await _patiently("fetching and loading", asyncio.gather(*(_ready(child, bars) for child in nodes)))
     for child, event in zip(nodes, ready, strict=True):
         _step(f"{child.name} is ready at {event['shard']['address']}")
     return url
@@ -191,6 +191,8 @@ async def _patiently(what: str, work: Awaitable[T]) -> T:
             _step(f"{what} ({time.monotonic() - began:.0f} s)")
     finally:
         task.cancel()
+        # What it raises now is nobody's, and must not be taken for forgotten.
+        await asyncio.gather(task, return_exceptions=True)
 
 
 def _step(text: str) -> None:

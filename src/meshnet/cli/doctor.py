@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import httpx
@@ -107,19 +108,40 @@ def check_worker() -> Check:
 
 
 def check_store() -> Check:
+    from meshnet.artifact.library import QUOTA_ENVIRONMENT
     from meshnet.artifact.store import store_root
 
     try:
         root = store_root()
+        bounds, is_full = _bounds(root)
     except MeshnetError as error:
         return Check(FAIL, "store", str(error))
     free_bytes = shutil.disk_usage(root).free
-    found = f"{root}, {free_bytes / 1e9:.1f} GB free"
+    found = f"{root}, {free_bytes / 1e9:.1f} GB free{bounds}"
     if free_bytes < MIN_FREE_BYTES:
         return Check(FAIL, "store", found, "free some space, or set MESHNET_STORE to a larger disk")
+    if is_full:
+        return Check(
+            WARN, "store", found, f"remove an artifact (`meshnet artifact remove`), or raise {QUOTA_ENVIRONMENT}"
+        )
     if free_bytes < COMFORTABLE_FREE_BYTES:
         return Check(WARN, "store", found, "enough for small models only; MESHNET_STORE names another disk")
     return Check(OK, "store", found)
+
+
+def _bounds(root: Path) -> tuple[str, bool]:
+    """What limits the store beside the disk, in words, and whether it is full."""
+    from meshnet.artifact.disk import disk_bytes
+    from meshnet.artifact.library import quota
+    from meshnet.artifact.store import MOUNT_ENVIRONMENT
+
+    drive = os.environ.get(MOUNT_ENVIRONMENT, "").strip()
+    told = f", on the drive at {drive}" if drive else ""
+    quota_bytes = quota()
+    if quota_bytes is None:
+        return told, False
+    used_bytes = disk_bytes(root / "artifacts")
+    return f"{told}, {used_bytes / 1e9:.1f} of a quota of {quota_bytes / 1e9:.1f} GB taken", used_bytes >= quota_bytes
 
 
 def check_memory() -> Check:
