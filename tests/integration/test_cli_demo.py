@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import re
@@ -119,3 +120,17 @@ async def test_a_child_that_dies_while_it_is_kept_is_explained(tmp_path: Path) -
     assert ran.code == 2
     assert ran.err.startswith("meshnet: serve ended by itself")
     await none_left(tmp_path)
+
+
+async def test_what_a_killed_demo_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    for name in ("demo-killed", "demo-running"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "demo.lock").touch()
+    running = os.open(tmp_path / "demo-running" / "demo.lock", os.O_RDONLY)
+    try:
+        fcntl.flock(running, fcntl.LOCK_EX)
+        ran = await run(*DEMO, env=environment(tmp_path))
+    finally:
+        os.close(running)
+    assert ran.code == 0
+    assert demos_in(tmp_path) == ["demo-running"]

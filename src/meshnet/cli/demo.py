@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import os
+import shutil
 import tempfile
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -31,6 +34,8 @@ READY_TIMEOUT_S = 300.0
 #: How often a long step says that it is still going on.
 PROGRESS_S = 5.0
 TEST_MODEL = "test:8"
+_SCRATCH = "demo-"
+_LOCK = "demo.lock"
 
 
 def demo(
@@ -52,11 +57,24 @@ def demo(
         model, n_layer = _sample()
     else:
         model, n_layer = TEST_MODEL, 8
-    with tempfile.TemporaryDirectory(prefix="demo-", dir=store.store_root()) as directory:
-        mesh = _Mesh(Path(directory), model, n_layer, engine)
+    with _scratch_directory(store.store_root()) as directory:
+        mesh = _Mesh(directory, model, n_layer, engine)
         if asyncio.run(until_stopped(_demo(mesh, question, max_tokens, keep))):
             _step("stopped")
             raise typer.Exit(0 if keep else 130)
+
+
+@contextlib.contextmanager
+def _scratch_directory(root: Path) -> Iterator[Path]:
+    """A directory that is removed with what is in it: at the end, or by the next demo if this one is killed."""
+    for left in root.glob(f"{_SCRATCH}*"):
+        with contextlib.suppress(OSError), (left / _LOCK).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=root) as name:
+        with (Path(name) / _LOCK).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield Path(name)
 
 
 @dataclass(frozen=True)
