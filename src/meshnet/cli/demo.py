@@ -71,10 +71,9 @@ def _scratch_directory(root: Path) -> Iterator[Path]:
         with contextlib.suppress(OSError), (left / _LOCK).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(left)
-    with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=root) as name:
-        with (Path(name) / _LOCK).open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield Path(name)
+    with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=root) as name, (Path(name) / _LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield Path(name)
 
 
 @dataclass(frozen=True)
