@@ -15,6 +15,9 @@ from pathlib import Path
 import pytest
 from openai import AsyncOpenAI
 
+from meshnet.artifact.create import create_bundle
+from meshnet.artifact.pieces import share
+from meshnet.artifact.samples import DEFAULT_SAMPLE, fetch_sample
 from meshnet.artifact.store import store_root
 from tests.support.command import environment, finish, line_with, none_left, processes_of, run, start
 
@@ -51,11 +54,18 @@ async def test_the_demo_asks_and_shows_every_hop(tmp_path: Path) -> None:
 async def test_the_demo_runs_a_real_model() -> None:
     # In the machine's own store, where `make models` puts the model.
     store = store_root()
+    before = left_in(store)
     ran = await run("demo", "--max-tokens", "24", env=environment(store))
     assert (ran.code, ran.err) == (0, "")
     assert "Rayleigh scattering" in ran.out
     hops = [line.split()[1] for line in ran.out.splitlines() if re.search(r"/\d+-\d+\.", line)]
     assert hops == ["0:15", "15:30"]
+    # Each node fetched its half (the embedding is at both ends), and the store is as it was before.
+    artifact = create_bundle(fetch_sample(DEFAULT_SAMPLE)).artifact
+    fetched = dict(re.findall(r"^  (node \d): ([\d.]+) of \2 MB$", ran.out, re.MULTILINE))
+    for node, layers in zip(("node 1", "node 2"), artifact.divided(2), strict=True):
+        assert float(fetched[node]) == pytest.approx(share(artifact, layers).fetched_bytes / 1e6, abs=0.1)
+    assert left_in(store) - before <= {"cache"}
 
 
 async def test_what_it_says_can_be_done_while_it_is_kept(tmp_path: Path) -> None:
