@@ -41,8 +41,7 @@ def test_there_are_commands() -> None:
         "status",
         "demo",
         "doctor",
-        "artifact create",
-        "artifact inspect",
+        *(f"artifact {name}" for name in ("create", "inspect", "list", "verify", "remove", "publish", "seed", "pull")),
     }
 
 
