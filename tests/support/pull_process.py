@@ -14,7 +14,9 @@ from typing import Any
 
 from meshnet.artifact import swarm
 from meshnet.artifact.bundle import Bundle
-from tests.support.swarm import Peer, pulling
+from meshnet.artifact.library import Library
+from meshnet.artifact.provider import Provider, providing
+from tests.support.swarm import OPTIONS, Peer
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,13 @@ class Pulls:
     async def __aexit__(self, *_: object) -> None:
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
-            await self._process.wait()
+            try:
+                async with asyncio.timeout(10):
+                    await self._process.wait()
+            except TimeoutError:
+                # A pull that does not end is being waited for.
+                self._process.kill()
+                raise
 
     async def start(self, pull: Pull) -> int:
         """The process id of a new pull."""
@@ -80,26 +88,38 @@ class Pulls:
 
 def _main(manifest: str, torrent: str) -> None:
     bundle = Bundle.parse(Path(manifest).read_bytes(), Path(torrent).read_bytes())
+    children: set[int] = set()
     for line in sys.stdin:
         order = json.loads(line)
         if "wait" in order:
-            print(json.dumps({"code": os.waitstatus_to_exitcode(os.waitpid(order["wait"], 0)[1])}), flush=True)
+            code = os.waitstatus_to_exitcode(os.waitpid(order["wait"], 0)[1])
+            children.discard(order["wait"])
+            print(json.dumps({"code": code}), flush=True)
             continue
         pid = os.fork()
         if pid == 0:
-            # Only this one: it must not read the orders of its parent.
-            os.close(0)
-            asyncio.run(_pull(bundle, order))
-            os._exit(0)
+            # Orders and answers are its parent's.
+            for descriptor in (0, 1):
+                os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
+            code = 1
+            try:
+                asyncio.run(_pull(bundle, order))
+                code = 0
+            finally:
+                os._exit(code)
+        children.add(pid)
         print(json.dumps({"pid": pid}), flush=True)
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
 
 
 async def _pull(bundle: Bundle, order: dict[str, Any]) -> None:
     swarm.CONFIRM_EVERY_S = order["confirm_every_s"]
+    library = Library(Path(order["store"]))
     peers = [(host, port) for host, port in order["peers"]]
-    async with pulling(
-        Path(order["store"]), bundle, order["wanted"], web_seeds=order["web_seeds"], peers=peers
-    ) as puller:
+    puller = Provider(library, library.add(bundle), OPTIONS, peers=peers, web_seeds=order["web_seeds"])
+    puller.want(order["wanted"])
+    async with providing(puller):
         await puller.wait_complete()
         if order["stay"]:
             await asyncio.Event().wait()

@@ -54,6 +54,11 @@ class SwarmState:
     #: Who failed us and how, by address or URL; the tracker under its URL.
     problems: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def useful_bytes(self) -> int:
+        """What was downloaded and not found wrong or superfluous; a piece may turn out to be so later."""
+        return self.downloaded_bytes - self.wasted_bytes
+
 
 @dataclass(frozen=True)
 class _Payload:
