@@ -328,16 +328,18 @@ async def _pulled(provider: Provider, show: Callable[[ProviderState], None], pat
     Raises:
         ArtifactError: nothing has arrived for too long; names who failed.
     """
-    seen, seen_at = (-1, -1), time.monotonic()
+    verified = useful = -1
+    arrived_at = time.monotonic()
     while True:
         state = await provider.changed()
         show(state)
         if state.complete and not state.checking:
             return
-        here = (state.verified_bytes, state.swarm.downloaded_bytes)
-        if state.checking or here != seen:
-            seen, seen_at = here, time.monotonic()
-        elif time.monotonic() - seen_at > patience_s:
+        # Farther than ever: whoever sends wrong bytes again and again does not keep us waiting.
+        if state.checking or state.verified_bytes > verified or state.swarm.useful_bytes > useful:
+            arrived_at = time.monotonic()
+        verified, useful = max(verified, state.verified_bytes), max(useful, state.swarm.useful_bytes)
+        if time.monotonic() - arrived_at > patience_s:
             told = "; ".join(f"{source}: {problem}" for source, problem in state.swarm.problems.items())
             raise ArtifactError(
                 f"nothing of {provider.stored.bundle.manifest.name} has arrived for {patience_s:g} s "

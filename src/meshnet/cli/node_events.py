@@ -29,19 +29,14 @@ class JsonEvents:
     """``{"event": "ready", …}`` for each shard, ``{"event": "pull", …}`` now and then while something is fetched."""
 
     def __init__(self) -> None:
-        self._told_at = 0.0
-        self._complete: tuple[int, int] | None = None
+        self._sometimes = _Sometimes(_PROGRAMS_EVERY_S)
 
     def ready(self, node_id: str, shard: Shard) -> None:
         print(json.dumps({"event": "ready", "node_id": node_id, "shard": shard.model_dump(mode="json")}), flush=True)
 
     def progress(self, state: ProviderState) -> None:
-        # The end of each download is told at once, but not twice.
-        complete = (state.verified_bytes, state.wanted_bytes) if state.complete else None
-        early = time.monotonic() - self._told_at < _PROGRAMS_EVERY_S
-        if complete == self._complete if complete else early:
+        if not self._sometimes.is_time_for(state):
             return
-        self._told_at, self._complete = time.monotonic(), complete
         event = {
             "event": "pull",
             "verified_bytes": state.verified_bytes,
@@ -58,16 +53,31 @@ class LogEvents:
     """A line on standard output for each shard; the download in the log."""
 
     def __init__(self) -> None:
-        self._told_at = 0.0
+        self._sometimes = _Sometimes(_PEOPLE_EVERY_S)
 
     def ready(self, node_id: str, shard: Shard) -> None:
         print(f"Node {node_id} serves layers {shard.layers} of {shard.model} at {shard.address}", flush=True)
 
     def progress(self, state: ProviderState) -> None:
-        if not state.complete and time.monotonic() - self._told_at < _PEOPLE_EVERY_S:
-            return
-        self._told_at = time.monotonic()
-        log.info("%s", progress_line(state))
+        if self._sometimes.is_time_for(state):
+            log.info("%s", progress_line(state))
+
+
+class _Sometimes:
+    """Lets a state through every so often; the end of each download at once, but not twice."""
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._told_at = 0.0
+        self._complete: tuple[int, int] | None = None
+
+    def is_time_for(self, state: ProviderState) -> bool:
+        complete = (state.verified_bytes, state.wanted_bytes) if state.complete and not state.checking else None
+        early = time.monotonic() - self._told_at < self._every_s
+        if complete == self._complete if complete else early:
+            return False
+        self._told_at, self._complete = time.monotonic(), complete
+        return True
 
 
 def progress_line(state: ProviderState) -> str:

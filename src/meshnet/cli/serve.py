@@ -156,7 +156,8 @@ def _welcome(url: str, api_key: Secret | None, join_token: Secret | None) -> str
         lines += [
             f"Tracker     {url}",
             f"Join token  {_shown(join_token)}",
-            f"Add a node  meshnet node --model FILE.gguf --layers START:END --tracker {url} --join-token TOKEN",
+            f"Share       meshnet artifact seed FILE.gguf --tracker {url} --join-token TOKEN",
+            f"Add a node  meshnet node --artifact NAME --layers START:END --tracker {url} --join-token TOKEN",
         ]
     return "\n".join(lines)
 
