@@ -80,6 +80,8 @@ class Provider:
         self._wanted: frozenset[int] = frozenset()
         self._changed = asyncio.Condition()
         self._state = ProviderState()
+        #: True once somebody has compared the record with the files: they may have been written to meanwhile.
+        self._looked_at = False
         self._failure: Exception | None = None
         self._cancelled = False
         #: libtorrent and the record are used from one thread.
@@ -105,7 +107,7 @@ class Provider:
 
     def is_complete(self) -> bool:
         """True if all that is wanted is there and was found right."""
-        return self.stored.has(self._wanted)
+        return self._has(self._wanted)
 
     async def wait_complete(self) -> None:
         """Wait until all that is wanted is there.
@@ -119,7 +121,7 @@ class Provider:
         """Wait until these are there, of those that are wanted. Raises as `wait_complete`."""
         needed = frozenset(pieces)
         async with self._changed:
-            await self._changed.wait_for(lambda: self._failure is not None or self.stored.has(needed))
+            await self._changed.wait_for(lambda: self._failure is not None or self._has(needed))
         if self._failure is not None:
             raise self._failure
 
@@ -139,6 +141,7 @@ class Provider:
                     with self.stored.writing() as writer:
                         if writer is not None:
                             await self._write(writer)
+                        self._looked_at = writer is None and self.stored.is_looked_at()
                     await self._tell(self._measured(writing=False))
                     await asyncio.sleep(LOOK_S)
         except Exception as error:
@@ -150,8 +153,10 @@ class Provider:
             self._thread.shutdown(wait=False)
 
     async def _write(self, writer: Writer) -> None:
-        await self._tell(replace(self._measured(writing=True), checking=True))
+        self._looked_at = False
+        await self._tell(self._measured(writing=True))
         self._report(await self._in_thread(lambda: writer.recover(self._go_on)))
+        self._looked_at = True
         swarm: Swarm | None = None
 
         def join() -> Swarm:
@@ -229,6 +234,9 @@ class Provider:
             for one in damage:
                 self._on_damage(one)
 
+    def _has(self, pieces: frozenset[int]) -> bool:
+        return self._looked_at and self.stored.has(pieces)
+
     def _measured(self, *, writing: bool) -> ProviderState:
         pieces = self.stored.bundle.pieces
         return replace(
@@ -236,7 +244,7 @@ class Provider:
             wanted_bytes=pieces.bytes_of(self._wanted),
             verified_bytes=pieces.bytes_of(self._wanted & self.stored.verified()),
             writing=writing,
-            checking=False,
+            checking=not self._looked_at,
         )
 
     async def _tell(self, state: ProviderState) -> None:

@@ -164,7 +164,7 @@ class StoredArtifact:
             StoreError: nobody can write there.
         """
         try:
-            lock = (self.directory / _WRITER_LOCK).open("w")
+            lock = (self.directory / _WRITER_LOCK).open("a")
         except OSError as error:
             raise StoreError(f"{self.directory} cannot be written: {error.strerror}") from error
         with lock:
@@ -173,12 +173,20 @@ class StoredArtifact:
             except BlockingIOError:
                 yield None
                 return
-            yield Writer(self)
+            lock.truncate(0)
+            yield Writer(self, lock.fileno())
 
     def is_written(self) -> bool:
         """True if some process has the right to write now."""
         with self.writing() as writer:
             return writer is None
+
+    def is_looked_at(self) -> bool:
+        """True if whoever writes has compared the record with the files since it began to."""
+        try:
+            return (self.directory / _WRITER_LOCK).stat().st_size > 0
+        except OSError:
+            return False
 
     # ------------------------------------------------------------------------------------------------- details
 
@@ -220,8 +228,9 @@ class StoredArtifact:
 class Writer:
     """The one process that writes to an artifact of the store. Made by `StoredArtifact.writing`."""
 
-    def __init__(self, stored: StoredArtifact) -> None:
+    def __init__(self, stored: StoredArtifact, lock: int) -> None:
         self.stored = stored
+        self._lock = lock
         #: Pieces that are on record.
         self.verified = stored.verified()
         self._lost: deque[int] = deque(stored._last_record().lost, maxlen=_LOST)
@@ -237,14 +246,17 @@ class Writer:
             ArtifactError: a file that is not the store's is gone, or cannot be read.
         """
         self._make_files()
-        if self.stored.is_unchanged() and not doubt:
-            return []
-        recorded = self.verified
-        good, bad = self.stored.check(recorded.union(self._pieces_with_data()), progress)
-        self._lose(recorded.difference(good))
-        self.verified = frozenset(good)
-        self.save(range(len(self.stored.paths)))
-        return [damage for damage in bad if damage.piece in recorded]
+        damage: list[Damage] = []
+        if doubt or not self.stored.is_unchanged():
+            recorded = self.verified
+            good, bad = self.stored.check(recorded.union(self._pieces_with_data()), progress)
+            self._lose(recorded.difference(good))
+            self.verified = frozenset(good)
+            self.save(range(len(self.stored.paths)))
+            damage = [one for one in bad if one.piece in recorded]
+        # For the other processes (`is_looked_at`). A hole: it needs no space on a full disk.
+        os.ftruncate(self._lock, 1)
+        return damage
 
     def confirm(self, pieces: Iterable[int]) -> list[int]:
         """Read pieces back, and record those that are right; returns them. Raises as `recover`."""
