@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -51,6 +51,16 @@ class Sources:
         self.web_seeds = tuple(url for url in web_seeds if url not in self._banned_web_seeds)
         self._web_problems = dict(problems)
         self.lost_redirect = False
+
+    def waiting(self, starts: Iterable[int], missing: Set[int]) -> Set[int]:
+        """The missing pieces that must not be asked for yet; ``starts`` are all files' first pieces but one.
+
+        libtorrent asks web seeds for many pieces at once, and mistakes what follows on the end of a file: so the last
+        piece of a file waits for the first of the next one.
+        """
+        if not self.web_seeds:
+            return frozenset()
+        return {start - 1 for start in starts if start in missing and start - 1 in missing}
 
     def hear(self, alert: Any) -> None:
         """Take note of what libtorrent tells."""

@@ -102,12 +102,15 @@ class Swarm:
         """
         self._writer = writer
         self._bundle = writer.stored.bundle
+        files = range(1, len(self._bundle.artifact.files))
+        self._starts = [self._bundle.pieces.of_file(file).start for file in files]
         self._options = options
         self._trackers = list(trackers)
         self._sources = Sources(self._bundle.manifest.name)
         self._peers = list(peers)
         self._reconnect_at = 0.0
         self._wanted: frozenset[int] = frozenset()
+        self._asked: frozenset[int] = frozenset()
         self._finished_at: dict[int, float] = {}
         #: What is on its way from libtorrent's memory into the files.
         self._flushing: Set[int] | None = None
@@ -121,16 +124,15 @@ class Swarm:
 
     def want(self, pieces: Iterable[int]) -> None:
         """Fetch these pieces, and no others; nothing into files that are not the store's."""
-        wanted = frozenset(pieces)
-        if wanted != self._wanted:
-            self._wanted = wanted
-            self._handle.prioritize_pieces(self._priorities())
+        self._wanted = frozenset(pieces)
+        self._ask()
 
     def offer(self, web_seeds: Sequence[str], problems: Mapping[str, str]) -> None:
         """Fetch from these web seeds too, which were found usable just now; ``problems`` are those of others."""
         for url in self._sources.web_seeds:
             self._handle.remove_url_seed(url)
         self._sources.offer(web_seeds, problems)
+        self._ask()
         for url in self._sources.web_seeds:
             self._handle.add_url_seed(url)
 
@@ -153,6 +155,7 @@ class Swarm:
         if status.errc.value() and self._misread is None:
             raise ArtifactError(f"the swarm of {self._bundle.manifest.name} failed: {status.errc.message()}")
         self._confirm(status)
+        self._ask()
         peers = self._handle.get_peer_info()
         self._reconnect(status, peers)
         return self._state(status, peers)
@@ -228,12 +231,13 @@ class Swarm:
         parameters.renamed_files = {numbers[name]: str(path) for name, path in zip(names, stored.paths, strict=True)}
         verified = self._writer.verified
         parameters.have_pieces = [piece in verified for piece in range(len(self._bundle.pieces))]
-        parameters.piece_priorities = self._priorities()
         parameters.trackers = self._trackers
         parameters.url_seeds = list(self._sources.web_seeds)
         parameters.banned_peers = self._sources.banned_peers
         parameters.storage_mode = libtorrent.storage_mode_t.storage_mode_sparse
         self._finished_at, self._flushing = {}, None
+        self._asked = self._askable()
+        parameters.piece_priorities = self._priorities()
         self._reconnect_at = 0.0
         handle = self._session.add_torrent(parameters)
         handle.set_upload_limit(self._options.upload_limit_bytes_per_s)
@@ -262,9 +266,21 @@ class Swarm:
                 return True
         return False
 
+    def _ask(self) -> None:
+        """Have libtorrent ask for what is to be asked for now."""
+        asked = self._askable()
+        if asked != self._asked:
+            self._asked = asked
+            self._handle.prioritize_pieces(self._priorities())
+
+    def _askable(self) -> frozenset[int]:
+        if self._writer.stored.links is not None:
+            return frozenset()
+        here = self._writer.verified | self._finished_at.keys()
+        return self._wanted - self._sources.waiting(self._starts, self._wanted - here)
+
     def _priorities(self) -> list[int]:
-        wanted = self._wanted if self._writer.stored.links is None else frozenset()
-        return [_WANTED if piece in wanted else _UNWANTED for piece in range(len(self._bundle.pieces))]
+        return [_WANTED if piece in self._asked else _UNWANTED for piece in range(len(self._bundle.pieces))]
 
     def _reconnect(self, status: Any, peers: Sequence[Any]) -> None:
         now = time.monotonic()
@@ -307,10 +323,11 @@ class Swarm:
 
     def _state(self, status: Any, peers: Sequence[Any]) -> SwarmState:
         payload = self._before + status
+        waiting = self._wanted - self._asked if self._writer.stored.links is None else ()
         return SwarmState(
             peers=sum(peer.connection_type == peer.standard_bittorrent for peer in peers),
             web_seeds=len(self._sources.web_seeds),
-            missing_bytes=max(0, status.total_wanted - status.total_wanted_done),
+            missing_bytes=status.total_wanted - status.total_wanted_done + self._bundle.pieces.bytes_of(waiting),
             downloaded_bytes=payload.downloaded,
             uploaded_bytes=payload.uploaded,
             wasted_bytes=payload.wasted,
