@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 STEP_S = 0.25
+#: The same while nothing is missing: a machine that lends its cores should not spend them on looking.
+IDLE_STEP_S = 1.0
 #: How often one process looks at what the others want, and whether the writer is gone.
 LOOK_S = 0.5
 #: Web seeds are looked for anew when nothing has arrived for so long.
@@ -78,6 +80,10 @@ class Provider:
         self._on_damage = on_damage
         self._wants = Wants(stored)
         self._wanted: frozenset[int] = frozenset()
+        #: Wanted and verified pieces when their bytes were last added up.
+        self._seen: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
+        self._seen_bytes = (0, 0)
+        self._is_idle = False
         self._changed = asyncio.Condition()
         self._state = ProviderState()
         #: True once somebody has compared the record with the files: they may have been written to meanwhile.
@@ -214,7 +220,8 @@ class Provider:
             swarm.want(self._wanted | self._wants.of_others())
             if swarm.is_astray:
                 damage = swarm.reload(self._go_on)
-        state = swarm.step(STEP_S)
+        state = swarm.step(IDLE_STEP_S if self._is_idle else STEP_S)
+        self._is_idle = not state.missing_bytes
         if look and state.missing_bytes:
             self._library.ensure_room(self.stored, state.missing_bytes, underway=True)
         if not swarm.is_astray:
@@ -238,11 +245,15 @@ class Provider:
         return self._looked_at and self.stored.has(pieces)
 
     def _measured(self, *, writing: bool) -> ProviderState:
-        pieces = self.stored.bundle.pieces
+        seen = (self._wanted, self.stored.verified())
+        if any(old is not new for old, new in zip(self._seen, seen, strict=True)):
+            # Tens of thousands of pieces, and mostly nothing new.
+            pieces = self.stored.bundle.pieces
+            self._seen, self._seen_bytes = seen, (pieces.bytes_of(seen[0]), pieces.bytes_of(seen[0] & seen[1]))
         return replace(
             self._state,
-            wanted_bytes=pieces.bytes_of(self._wanted),
-            verified_bytes=pieces.bytes_of(self._wanted & self.stored.verified()),
+            wanted_bytes=self._seen_bytes[0],
+            verified_bytes=self._seen_bytes[1],
             writing=writing,
             checking=not self._looked_at,
         )
