@@ -46,8 +46,10 @@ def web_seed_base(manifest: Manifest, url: str) -> str:
         ArtifactError: it is no such URL.
     """
     place = f"{manifest.directory}/{manifest.file_names[0]}" if manifest.directory else manifest.file_names[0]
-    base = url.removesuffix(place)
-    if base == url or not _WEB_SEED.fullmatch(base):
+    # Without its query, which BitTorrent cannot send: as when a manifest is made.
+    plain = url.partition("#")[0].partition("?")[0]
+    base = plain.removesuffix(place)
+    if base == plain or not _WEB_SEED.fullmatch(base):
         raise ArtifactError(
             f"web seed {url!r} is not http(s)://HOST/…/{place}: there the files must be called as in the manifest"
         )
