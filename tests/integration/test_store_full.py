@@ -162,3 +162,20 @@ async def test_a_quota_that_just_suffices_does(
         pulling(tmp_path / "store", bundle, wanted, peers=[address(seeder)]) as puller,
     ):
         await complete(puller)
+
+
+def test_what_arrives_during_the_look_is_not_counted_twice(
+    bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MESHNET_STORE_QUOTA", "2MB")
+    library = Library(tmp_path / "store")
+    stored = library.add(bundle)
+    stored.files_dir.mkdir()
+
+    def arriving() -> int:
+        (stored.files_dir / "file").write_bytes(bytes(3 * MB))
+        return 0
+
+    library.ensure_room(stored, arriving, underway=True)
+    with pytest.raises(StoreError, match="quota is too small"):
+        library.ensure_room(stored, lambda: 0, underway=True)

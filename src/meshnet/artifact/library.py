@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from meshnet.artifact import store
@@ -142,18 +142,21 @@ class Library:
                 raise StoreError(f"{error.filename} cannot be deleted: {error.strerror}") from error
         return freed_bytes
 
-    def ensure_room(self, stored: StoredArtifact, missing_bytes: int, *, underway: bool = False) -> None:
-        """Check disk and quota before ``missing_bytes`` more are fetched, or, with ``underway``, while they are.
+    def ensure_room(self, stored: StoredArtifact, missing: Callable[[], int], *, underway: bool = False) -> None:
+        """Check disk and quota before ``missing`` bytes more are fetched, or, with ``underway``, while they are.
+
+        They are asked for after the look at what is taken, so that nothing is counted twice that arrives in between.
 
         Raises:
             StoreError: they do not fit; the message has the figures.
         """
         if stored.links is not None:
             return
-        store.ensure_space(stored.directory, missing_bytes, underway=underway)
         quota_bytes = quota()
+        used_bytes = disk_bytes(self.root) if quota_bytes is not None else 0
+        missing_bytes = missing()
+        store.ensure_space(stored.directory, missing_bytes, underway=underway)
         if quota_bytes is not None:
-            used_bytes = disk_bytes(self.root)
             limit_bytes = quota_bytes * (1 + _QUOTA_SLACK if underway else 1)
             if used_bytes + missing_bytes > limit_bytes:
                 raise StoreError(

@@ -107,7 +107,7 @@ class Provider:
         wanted = frozenset(pieces)
         missing = wanted - self.stored.verified()
         if missing:
-            self._library.ensure_room(self.stored, self.stored.bundle.pieces.bytes_of(missing))
+            self._library.ensure_room(self.stored, lambda: self.stored.bundle.pieces.bytes_of(missing))
         self._wanted = wanted
         self._wants.write(wanted)
 
@@ -223,7 +223,7 @@ class Provider:
         state = swarm.step(IDLE_STEP_S if self._is_idle else STEP_S)
         self._is_idle = not state.missing_bytes
         if look and state.missing_bytes:
-            self._library.ensure_room(self.stored, state.missing_bytes, underway=True)
+            self._library.ensure_room(self.stored, lambda: swarm.missing_bytes, underway=True)
         if not swarm.is_astray:
             decayed = scrub.look()
             if decayed:

@@ -187,6 +187,11 @@ class Swarm:
         """True if the files are not what they were, so that `reload` is due."""
         return self._misread is not None or self._writer.stored.is_displaced()
 
+    @property
+    def missing_bytes(self) -> int:
+        """Of what is wanted, not yet received now."""
+        return self._missing_bytes(self._handle.status())
+
     def close(self) -> None:
         """Leave, and record what arrived last. Nothing is written to the files afterwards."""
         try:
@@ -323,11 +328,10 @@ class Swarm:
 
     def _state(self, status: Any, peers: Sequence[Any]) -> SwarmState:
         payload = self._before + status
-        waiting = self._wanted - self._asked if self._writer.stored.links is None else ()
         return SwarmState(
             peers=sum(peer.connection_type == peer.standard_bittorrent for peer in peers),
             web_seeds=len(self._sources.web_seeds),
-            missing_bytes=status.total_wanted - status.total_wanted_done + self._bundle.pieces.bytes_of(waiting),
+            missing_bytes=self._missing_bytes(status),
             downloaded_bytes=payload.downloaded,
             uploaded_bytes=payload.uploaded,
             wasted_bytes=payload.wasted,
@@ -335,6 +339,10 @@ class Swarm:
             upload_rate=status.upload_payload_rate,
             problems=self._sources.problems,
         )
+
+    def _missing_bytes(self, status: Any) -> int:
+        waiting = self._wanted - self._asked if self._writer.stored.links is None else ()
+        return int(status.total_wanted - status.total_wanted_done + self._bundle.pieces.bytes_of(waiting))
 
     def _look_at(self, alert: Any) -> None:
         if isinstance(alert, libtorrent.file_error_alert):
