@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.artifacts import CREATE, PLAIN, SHA256SUM, Artifacts
 from bench.cpu import BUSY_SHARE
 from bench.run import ONE_SHARD, TWO_SHARD, WHOLE, Results
 from bench.samples import Series, ratio
@@ -46,12 +47,18 @@ def targets(results: Results) -> list[Target]:
     if {ONE_SHARD, TWO_SHARD} <= results.prefill.keys():
         reached = ratio(results.prefill[ONE_SHARD], results.prefill[TWO_SHARD])
         found.append(Target("two-shard prefill rate / one-shard", reached, 1.7, at_most=False))
+    if results.artifacts is not None:
+        per_core = _per_core(results.artifacts)
+        found.append(Target(f"hashing rate per core, {CREATE} / {SHA256SUM}", per_core, 0.8, at_most=False))
+        waste = max(shard.received_bytes / shard.needed_bytes for shard in results.artifacts.shards)
+        found.append(Target("bytes that a half receives / bytes that it needs", waste, 1.02, at_most=True))
     return found
 
 
 def text(results: Results) -> str:
     """Everything, for people."""
-    parts = [_heading(results), *_warnings(results), *_rates(results), *(f"* {target}" for target in targets(results))]
+    judged = [f"* {target}" for target in targets(results)]
+    parts = [_heading(results), *_warnings(results), *_rates(results), *judged]
     for name, breakdown in results.breakdowns.items():
         rows = [
             (part.what, f"{part.us_per_token:.0f}", _percent(part.us_per_token, breakdown.total_us))
@@ -68,6 +75,8 @@ def text(results: Results) -> str:
         )
     if results.memory:
         parts.append(f"\nMemory of the shards after the run, in MB\n\n{_memory(results)}")
+    if results.artifacts is not None:
+        parts += _artifacts(results.artifacts)
     return "\n".join(parts) + "\n"
 
 
@@ -99,6 +108,12 @@ def write_docs(path: Path, results: Results) -> None:
 def _heading(results: Results) -> str:
     machine, plan = results.machine, results.plan
     load = ", ".join(f"{value:.2f}" for value in machine.load_average)
+    routes = [
+        f"* worker build: `{results.build_id}`",
+        f"* decode: positions {plan.decode_from} to {plan.decode_from + plan.decode_tokens}, "
+        f"{plan.decode_threads} threads per process; prefill: {plan.prefill_tokens} tokens, "
+        f"{plan.prefill_threads} thread(s) per process, chunks of {plan.chunk_tokens or 'the default size'}",
+    ]
     return "\n".join(
         [
             f"* model: {results.model}, {results.n_layer} layers, two shards cut at layer {results.cut}",
@@ -106,10 +121,7 @@ def _heading(results: Results) -> str:
             f"Linux {machine.kernel}",
             f"* when: {machine.started_utc} UTC, load average before the run {load}",
             f"* commit: {machine.commit}",
-            f"* worker build: `{results.build_id}`",
-            f"* decode: positions {plan.decode_from} to {plan.decode_from + plan.decode_tokens}, "
-            f"{plan.decode_threads} threads per process; prefill: {plan.prefill_tokens} tokens, "
-            f"{plan.prefill_threads} thread(s) per process, chunks of {plan.chunk_tokens or 'the default size'}",
+            *(routes if results.decode or results.prefill else []),
             f"* medians of {plan.rounds} interleaved rounds",
         ]
     )
@@ -117,6 +129,8 @@ def _heading(results: Results) -> str:
 
 def _warnings(results: Results) -> list[str]:
     every = [*results.decode.values(), *results.prefill.values()]
+    if results.artifacts is not None:
+        every += [*results.artifacts.hashing.values(), *results.artifacts.pulling.values()]
     kept = sum(len(series.kept) for series in every)
     disturbed = sum(series.disturbed for series in every)
     repeated = sum(len(series.discarded) for series in every)
@@ -161,6 +175,53 @@ def _rate_row(name: str, series: Series, base: Series | None) -> tuple[str, ...]
         f"{series.spread:.0%}",
         f"{client_us / 1000:.3f}" if client_us is not None else "-",
     )
+
+
+def _per_core(artifacts: Artifacts) -> float:
+    """How many times as many bytes a core hashes in a second."""
+    ours, theirs = (artifacts.hashing[name].cpu_us_per_token or 0.0 for name in (CREATE, SHA256SUM))
+    return theirs / ours if ours else 0.0
+
+
+def _artifacts(artifacts: Artifacts) -> list[str]:
+    hashing = [
+        (
+            name,
+            f"{series.tokens_per_s / 1e6:.0f}",
+            f"{1e3 * (series.cpu_us_per_token or 0.0):.2f}",
+            f"{1 / ratio(series, artifacts.hashing[SHA256SUM]):.2f}",
+            f"{series.spread:.0%}",
+        )
+        for name, series in artifacts.hashing.items()
+    ]
+    pulling = [
+        (
+            name,
+            f"{series.tokens_per_s / 1e6:.0f}",
+            f"{1 / ratio(series, artifacts.pulling[PLAIN]):.2f}",
+            f"{series.spread:.0%}",
+        )
+        for name, series in artifacts.pulling.items()
+    ]
+    shards = [
+        (
+            str(shard.layers),
+            *(f"{size / 1e6:.2f}" for size in (shard.needed_bytes, shard.received_bytes, shard.disk_bytes)),
+            f"{shard.received_bytes / shard.needed_bytes:.4f}",
+            f"{shard.disk_bytes / shard.needed_bytes:.4f}",
+        )
+        for shard in artifacts.shards
+    ]
+    size, piece = f"{artifacts.size_bytes / 1e6:.0f} MB", f"{artifacts.piece_bytes >> 10} KiB"
+    ratios = ("received / needed", "on disk / needed")
+    return [
+        f"\nHashing {size}: all cores, {SHA256SUM} one",
+        "\n" + _table(("subject", "MB/s", "CPU s/GB", f"rate / {SHA256SUM}", "spread"), hashing),
+        f"\nPulling {size} from one peer on loopback",
+        "\n" + _table(("subject", "MB/s", f"rate / {PLAIN}", "spread"), pulling),
+        f"\nTwo halves at once, from one peer and each other, in MB; pieces of {piece}",
+        "\n" + _table(("layers", "needed", "received", "on disk", *ratios), shards),
+    ]
 
 
 def _memory(results: Results) -> str:

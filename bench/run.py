@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench import route
+from bench.artifacts import Artifacts, measure_artifacts
 from bench.breakdown import Breakdown, Ring, follow_token, time_ring
 from bench.cpu import Patience
 from bench.llama_cpp import LlamaBench, rpc_servers
@@ -30,8 +31,16 @@ ONE_SHARD = "one-shard route"
 TWO_SHARD = "two-shard route"
 SERVED = "two-shard route behind the gateway"
 RPC = "llama.cpp RPC, two servers"
+ARTIFACTS = "artifacts"
 #: Names on the command line.
-SUBJECTS = {"whole": WHOLE, "one-shard": ONE_SHARD, "two-shard": TWO_SHARD, "served": SERVED, "rpc": RPC}
+SUBJECTS = {
+    "whole": WHOLE,
+    "one-shard": ONE_SHARD,
+    "two-shard": TWO_SHARD,
+    "served": SERVED,
+    "rpc": RPC,
+    "artifacts": ARTIFACTS,
+}
 
 _RING_HOPS = (1, 2, 4)
 #: Of each number of threads, before the run.
@@ -55,6 +64,7 @@ class Results:
     breakdowns: dict[str, Breakdown]
     rings: tuple[Ring, ...]
     memory: dict[str, tuple[ShardMemory, ...]]
+    artifacts: Artifacts | None
 
 
 @dataclass(frozen=True)
@@ -81,7 +91,8 @@ async def run(setting: Setting) -> Results:
     async with AsyncExitStack() as stack:
         decode, prefill = await bench.start(stack)
         patience = Patience(setting.plan.patience_s)
-        rounds, retries = setting.plan.rounds, setting.plan.retries
+        plan = setting.plan
+        rounds, retries = plan.rounds, plan.retries
         decode_series = await in_rounds(decode, rounds, retries, patience, _labelled(setting.say, "decode"))
         prefill_series = await in_rounds(prefill, rounds, retries, patience, _labelled(setting.say, "prefill"))
         breakdowns = {}
@@ -95,6 +106,9 @@ async def run(setting: Setting) -> Results:
         for hops in _RING_HOPS:
             setting.say(f"an empty ring of {hops}")
             rings.append(await bench.ring(hops, patience))
+    artifacts = None
+    if ARTIFACTS in setting.subjects:
+        artifacts = await measure_artifacts(setting.model, plan, patience, _labelled(setting.say, "artifacts"))
     return Results(
         machine=machine,
         model=setting.model.name,
@@ -107,13 +121,14 @@ async def run(setting: Setting) -> Results:
         breakdowns=breakdowns,
         rings=tuple(rings),
         memory=memory,
+        artifacts=artifacts,
     )
 
 
 async def _with_threads(setting: Setting) -> Setting:
     """Settle how many threads decode: for a small model more of them can be slower, and then nobody would use them."""
     plan = setting.plan
-    if plan.decode_threads:
+    if plan.decode_threads or setting.subjects == {ARTIFACTS}:
         return setting
     times_us = {}
     for threads in range(1, len(os.sched_getaffinity(0)) + 1):

@@ -12,11 +12,12 @@ from bench.cpu import BUSY_SHARE, CpuTimes, Patience
 @dataclass(frozen=True)
 class Timing:
     """``tokens`` in ``duration_us``, by the clock of whoever computed; ``client_us`` by the client's, where there is
-    one."""
+    one; ``cpu_us`` on all cores together, where it was looked at. Of files, tokens are bytes."""
 
     tokens: int
     duration_us: float
     client_us: float | None = None
+    cpu_us: float | None = None
 
     @property
     def us_per_token(self) -> float:
@@ -62,6 +63,12 @@ class Series:
         return statistics.median(times) if times else None
 
     @property
+    def cpu_us_per_token(self) -> float | None:
+        """Median, on all cores together."""
+        times = [s.timing.cpu_us / s.timing.tokens for s in self.kept if s.timing.cpu_us is not None]
+        return statistics.median(times) if times else None
+
+    @property
     def spread(self) -> float:
         """(slowest - fastest) / median."""
         times = [sample.timing.us_per_token for sample in self.kept]
@@ -76,12 +83,17 @@ class Series:
 Measure = Callable[[], Awaitable[Timing]]
 
 
+def _ms_per_token(timing: Timing) -> str:
+    return f"{timing.us_per_token / 1000:.3f} ms/token"
+
+
 async def in_rounds(
     subjects: Mapping[str, Measure],
     rounds: int,
     retries: int,
     patience: Patience,
     say: Callable[[str], None],
+    shown: Callable[[Timing], str] = _ms_per_token,
 ) -> dict[str, Series]:
     """Measure every subject once per round, ``rounds`` times. A sample that others disturbed is repeated up to
     ``retries`` times; the least disturbed one is kept."""
@@ -97,7 +109,7 @@ async def in_rounds(
             kept[name].append(best)
             discarded[name] += [sample for sample in attempts if sample is not best]
             note = f", others took {best.others_share:.0%} of the machine" if best.disturbed else ""
-            say(f"round {number}/{rounds}: {name}: {best.timing.us_per_token / 1000:.3f} ms/token{note}")
+            say(f"round {number}/{rounds}: {name}: {shown(best.timing)}{note}")
     return {name: Series(tuple(kept[name]), tuple(discarded[name])) for name in subjects}
 
 

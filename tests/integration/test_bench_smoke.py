@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from bench.artifacts import CREATE, PLAIN, PLAIN_TCP, PULL, SHA256SUM
 from bench.llama_cpp import BENCH, RPC_SERVER
 from bench.report import BEGIN, END
 from bench.run import ONE_SHARD, RPC, SERVED, SUBJECTS, TWO_SHARD, WHOLE
@@ -67,6 +68,23 @@ def test_llama_cpp_is_timed_beside_a_route(tmp_path: Path) -> None:
     assert decode_target["limit"] == 1.05
     samples = {name: series["kept"][0]["timing"] for name, series in found["decode"].items()}
     assert decode_target["reached"] == pytest.approx(samples[TWO_SHARD]["duration_us"] / samples[WHOLE]["duration_us"])
+
+
+def test_artifacts_are_hashed_and_pulled(tmp_path: Path) -> None:
+    found, told = run_to_end(tmp_path / "b.json", "--only", "artifacts")
+    artifacts = found["artifacts"]
+    assert set(artifacts["hashing"]) == {SHA256SUM, CREATE}
+    assert set(artifacts["pulling"]) == {PLAIN, PLAIN_TCP, PULL}
+    for series in (*artifacts["hashing"].values(), *artifacts["pulling"].values()):
+        assert [sample["timing"]["tokens"] for sample in series["kept"]] == [artifacts["size_bytes"]]
+    head, tail = artifacts["shards"]
+    for shard in (head, tail):
+        assert shard["needed_bytes"] <= shard["received_bytes"] < artifacts["size_bytes"]
+        assert shard["needed_bytes"] <= shard["disk_bytes"] < artifacts["size_bytes"]
+    hashing, received = found["targets"]
+    assert hashing["limit"] == 0.8
+    assert received["met"]
+    assert f"| {PULL}" in told
 
 
 def test_what_is_not_built_is_named(tmp_path: Path) -> None:
