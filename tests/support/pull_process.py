@@ -46,6 +46,7 @@ class Pulls:
             *(sys.executable, "-m", "tests.support.pull_process", str(self._manifest), str(self._torrent)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,  # so that it can be killed with its forks
         )
         return self
 
@@ -57,7 +58,7 @@ class Pulls:
                     await self._process.wait()
             except TimeoutError:
                 # A pull that does not end is being waited for.
-                self._process.kill()
+                os.killpg(self._process.pid, signal.SIGKILL)
                 raise
 
     async def start(self, pull: Pull) -> int:
