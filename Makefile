@@ -109,7 +109,7 @@ test-e2e: venv native models packages-test
 
 parity: venv native models reference ## the full parity sweeps (long)
 	$(call section,parity (full))
-	@MESHNET_PARITY=full $(PYTEST) tests/parity
+	@MESHNET_PARITY=full $(PYTEST) --timeout 0 tests/parity
 
 lint: venv packages-lint ## style, types, generated files, patch stack
 	$(call section,lint)
