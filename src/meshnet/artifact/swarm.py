@@ -124,8 +124,10 @@ class Swarm:
 
     def want(self, pieces: Iterable[int]) -> None:
         """Fetch these pieces, and no others; nothing into files that are not the store's."""
-        self._wanted = frozenset(pieces)
-        self._ask()
+        wanted = frozenset(pieces)
+        if wanted != self._wanted:
+            self._wanted = wanted
+            self._ask()
 
     def offer(self, web_seeds: Sequence[str], problems: Mapping[str, str]) -> None:
         """Fetch from these web seeds too, which were found usable just now; ``problems`` are those of others."""
@@ -151,7 +153,7 @@ class Swarm:
         self._session.wait_for_alert(int(wait_s * 1000))
         for alert in self._session.pop_alerts():
             self._look_at(alert)
-        status = self._handle.status(libtorrent.status_flags_t.query_pieces)
+        status = self._status()
         if status.errc.value() and self._misread is None:
             raise ArtifactError(f"the swarm of {self._bundle.manifest.name} failed: {status.errc.message()}")
         self._confirm(status)
@@ -196,7 +198,7 @@ class Swarm:
         """Leave, and record what arrived last. Nothing is written to the files afterwards."""
         try:
             if self._handle is not None:
-                status = self._handle.status(libtorrent.status_flags_t.query_pieces)
+                status = self._status()
                 self._leave()
                 self._writer.confirm(self._finished(status))
         finally:
@@ -281,6 +283,8 @@ class Swarm:
     def _askable(self) -> frozenset[int]:
         if self._writer.stored.links is not None:
             return frozenset()
+        if not self._starts or not self._sources.web_seeds:
+            return self._wanted
         here = self._writer.verified | self._finished_at.keys()
         return self._wanted - self._sources.waiting(self._starts, self._wanted - here)
 
@@ -318,6 +322,13 @@ class Swarm:
                 log.error("%s; fetching it again", self._writer.stored.damage(lost[0]))
                 self.refetch(lost)
 
+    def _status(self) -> Any:
+        """With pieces, if libtorrent has some that the record has not: there may be half a million of them."""
+        status = self._handle.status()
+        if status.num_pieces != len(self._writer.verified):
+            status = self._handle.status(libtorrent.status_flags_t.query_pieces)
+        return status
+
     def _finished(self, status: Any) -> dict[int, float]:
         """Pieces that libtorrent has and the record has not, and since when."""
         now = time.monotonic()
@@ -341,7 +352,8 @@ class Swarm:
         )
 
     def _missing_bytes(self, status: Any) -> int:
-        waiting = self._wanted - self._asked if self._writer.stored.links is None else ()
+        own = self._writer.stored.links is None
+        waiting = self._wanted - self._asked if own and self._wanted is not self._asked else ()
         return int(status.total_wanted - status.total_wanted_done + self._bundle.pieces.bytes_of(waiting))
 
     def _look_at(self, alert: Any) -> None:
