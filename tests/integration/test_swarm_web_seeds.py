@@ -11,7 +11,7 @@ import pytest
 from meshnet.artifact import provider
 from meshnet.artifact.bundle import Bundle
 from meshnet.artifact.create import create_bundle
-from tests.support.file_server import FileServer
+from tests.support.file_server import FileServer, self_signed
 from tests.support.swarm import (
     OPTIONS,
     address,
@@ -172,6 +172,20 @@ async def test_another_file_at_the_same_place_is_named(bundle: Bundle, server: F
 async def test_a_missing_file_is_named(bundle: Bundle, server: FileServer, tmp_path: Path) -> None:
     async with pulling(tmp_path / "puller", bundle, half(bundle), web_seeds=[f"{server.url}/"]) as puller:
         await until(lambda: "404" in str(puller.state.swarm.problems))
+
+
+async def test_https_is_verified(model: Path, bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = FileServer({NAME: model}, tls=self_signed(tmp_path))
+    assert server.tls is not None
+    with server.running():
+        async with pulling(tmp_path / "puller", bundle, half(bundle), web_seeds=base(server)) as puller:
+            await until(lambda: puller.state.swarm.problems)
+            assert "certificate verify failed" in puller.state.swarm.problems[base(server)[0]]
+        assert puller.stored.verified() == frozenset()
+        monkeypatch.setenv("SSL_CERT_FILE", str(server.tls[0]))
+        async with pulling(tmp_path / "puller", bundle, half(bundle), web_seeds=base(server)) as puller:
+            await complete(puller)
+    assert_record_is_true(puller.stored)
 
 
 async def test_redirects_to_another_place_are_followed(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
+import ipaddress
 import re
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +14,10 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 _CHUNK_BYTES = 16 << 10
 
@@ -39,6 +46,8 @@ class FileServer:
     #: URL path to where it redirects.
     redirects: dict[str, str] = field(default_factory=dict)
     bytes_per_s: float | None = None
+    #: Certificate and key, for HTTPS.
+    tls: tuple[Path, Path] | None = None
     requests: list[Request] = field(default_factory=list)
     cuts: int = 0
     _server: ThreadingHTTPServer | None = None
@@ -46,7 +55,7 @@ class FileServer:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http{'s' if self.tls else ''}://127.0.0.1:{self.port}"
 
     @property
     def sent_bytes(self) -> int:
@@ -90,6 +99,10 @@ class FileServer:
     def _start(self) -> None:
         self._server = _Server(("127.0.0.1", self.port), _handler(self))
         self.port = self._server.server_address[1]
+        if self.tls is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(*self.tls)
+            self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
         self._thread.start()
 
@@ -103,6 +116,30 @@ class FileServer:
 
     def serves(self, server: object) -> bool:
         return self._server is server
+
+
+def self_signed(directory: Path) -> tuple[Path, Path]:
+    """Certificate and key of a server on loopback that nobody trusts, unless told to."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "loopback")])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    encoding, plain = serialization.Encoding.PEM, serialization.NoEncryption()
+    paths = directory / "certificate.pem", directory / "key.pem"
+    paths[0].write_bytes(certificate.public_bytes(encoding))
+    paths[1].write_bytes(key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, plain))
+    return paths
 
 
 class _Server(ThreadingHTTPServer):

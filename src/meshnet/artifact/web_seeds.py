@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Sequence
 
 import httpx
@@ -21,8 +22,9 @@ def web_seed_url(manifest: Manifest, base: str, file: int) -> str:
 async def usable_web_seeds(manifest: Manifest, bases: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Ask each server for one byte of each file: those that are of use now, and what is wrong with the others."""
     distinct = list(dict.fromkeys(bases))
-    # libtorrent does not go through the environment's proxies either.
-    async with httpx.AsyncClient(timeout=_TIMEOUT_S, follow_redirects=True, trust_env=False) as http:
+    # As libtorrent does it: without the environment's proxies, and trusting whom the system (or SSL_CERT_FILE) trusts.
+    trusted = ssl.create_default_context()
+    async with httpx.AsyncClient(timeout=_TIMEOUT_S, follow_redirects=True, trust_env=False, verify=trusted) as http:
         problems = await asyncio.gather(*(_problem(http, manifest, base) for base in distinct))
     told = {base: problem for base, problem in zip(distinct, problems, strict=True) if problem}
     return [base for base in distinct if base not in told], told
