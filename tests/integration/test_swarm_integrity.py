@@ -157,6 +157,27 @@ async def test_the_scrub_finds_a_flipped_bit_while_the_node_runs(model: Path, bu
     assert_record_is_true(puller.stored)
 
 
+async def test_an_edited_file_is_noticed_without_the_scrub(model: Path, bundle: Bundle, tmp_path: Path) -> None:
+    damage: list[Damage] = []
+    wanted = half(bundle)
+    async with (
+        seeding(tmp_path / "seeder", bundle, [model]) as seeder,
+        pulling(
+            tmp_path / "store",
+            bundle,
+            wanted,
+            peers=[address(seeder)],
+            scrub_bytes_per_s=0,
+            on_damage=damage.append,
+        ) as puller,
+    ):
+        await complete(puller)
+        flip(puller.stored.paths[0], offset_of(bundle, "token_embd.weight"))
+        await until(lambda: damage)
+        await until(lambda: puller.stored.verified() == wanted)
+    assert_record_is_true(puller.stored)
+
+
 async def forever(provider: Provider) -> None:
     """Look on until something fails."""
     async with asyncio.timeout(DEADLINE_S):

@@ -32,6 +32,8 @@ T = TypeVar("T")
 STEP_S = 0.25
 #: The same while nothing is missing: a machine that lends its cores should not spend them on looking.
 IDLE_STEP_S = 1.0
+#: libtorrent has written everything so long after the last piece.
+SETTLE_S = 5.0
 #: How often one process looks at what the others want, and whether the writer is gone.
 LOOK_S = 0.5
 #: Web seeds are looked for anew when nothing has arrived for so long.
@@ -84,6 +86,7 @@ class Provider:
         self._seen: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
         self._seen_bytes = (0, 0)
         self._is_idle = False
+        self._settled_at = time.monotonic()
         self._changed = asyncio.Condition()
         self._state = ProviderState()
         #: True once somebody has compared the record with the files: they may have been written to meanwhile.
@@ -218,7 +221,7 @@ class Provider:
         damage: list[Damage] = []
         if look:
             swarm.want(self._wanted | self._wants.of_others())
-            if swarm.is_astray:
+            if swarm.is_astray or self._is_touched():
                 damage = swarm.reload(self._go_on)
         state = swarm.step(IDLE_STEP_S if self._is_idle else STEP_S)
         self._is_idle = not state.missing_bytes
@@ -230,6 +233,12 @@ class Provider:
                 swarm.refetch([one.piece for one in decayed])
                 damage += decayed
         return state, damage
+
+    def _is_touched(self) -> bool:
+        """True if the store's own files were written to although nothing has been missing for a while: not by us."""
+        if self.stored.links is not None or not self._is_idle or not self.stored.has(self._wanted):
+            self._settled_at = time.monotonic()
+        return time.monotonic() - self._settled_at > SETTLE_S and not self.stored.is_unchanged()
 
     def _report(self, damage: Sequence[Damage]) -> None:
         cure = "fetching it again" if self.stored.links is None else "the file is not the store's: replace it"
