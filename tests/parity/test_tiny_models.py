@@ -24,11 +24,11 @@ BOUNDARIES = {
     "qwen35": "l_out f32 128",
     "qwen35moe": "l_out f32 128",
 }
-#: Steps of 512 hold the whole prompt; of 64 let the windowed caches (64 tokens) go round several times.
+#: Steps of 1,024 hold any prompt; of 64 let the windowed caches (64 tokens) go round several times.
 VARIANTS = tuple(
     (architecture, step_tokens, flash_attention)
-    for architecture, step_tokens, flash_attention in product(ARCHITECTURES, ("512", "64"), ("1", "0"))
-    if FULL or (step_tokens == "512") == (flash_attention == "1")
+    for architecture, step_tokens, flash_attention in product(ARCHITECTURES, ("1024", "64"), ("1", "0"))
+    if FULL or (step_tokens == "1024") == (flash_attention == "1")
 )
 
 
