@@ -116,7 +116,8 @@ async def test_a_worker_that_cannot_start_is_explained(tmp_path: Path) -> None:
     ran = await run(*DEMO, env=environment(tmp_path, MESHNET_WORKER=str(worker)))
     assert ran.code == 2
     (line,) = ran.err.splitlines()
-    assert line.startswith("meshnet: node 1 ended with exit code 2; it said: ")
+    # Both fail, and either may be the first.
+    assert re.match(r"meshnet: node [12] ended with exit code 2; it said: ", line)
     assert "libgrpc++.so.1.51: cannot open shared object file" in line
     await none_left(tmp_path)
 

@@ -30,6 +30,7 @@ class Sources:
         self.lost_redirect = False
         self._banned_peers: dict[Address, None] = {}
         self._banned_web_seeds: set[str] = set()
+        self._banned_web_addresses: set[str] = set()
         self._problems: dict[str, str] = {}
         self._web_problems: dict[str, str] = {}
         self._wrong_pieces = 0
@@ -71,7 +72,8 @@ class Sources:
         elif isinstance(alert, libtorrent.peer_ban_alert):
             host, port = alert.endpoint
             self._banned_peers[str(host), int(port)] = None
-            self._problem(shown_address(alert.endpoint), WRONG_BYTES)
+            if shown_address(alert.endpoint) not in self._banned_web_addresses:
+                self._problem(shown_address(alert.endpoint), WRONG_BYTES)
         elif isinstance(alert, libtorrent.url_seed_alert):
             self._hear_of_web_seed(alert)
         elif isinstance(alert, libtorrent.tracker_error_alert):
@@ -84,9 +86,11 @@ class Sources:
         if alert.error.value() == _PEER_BANNED:
             self._banned_web_seeds.add(url)
             self.web_seeds = tuple(one for one in self.web_seeds if one != url)
-            # Once is enough: it was told by its address already.
+            # Once is enough: it is told by its address too, before or after.
             parts = urlsplit(url)
-            self._problems.pop(f"{parts.hostname}:{parts.port}", None)
+            address = f"{parts.hostname}:{parts.port}"
+            self._banned_web_addresses.add(address)
+            self._problems.pop(address, None)
             self._problem(url, WRONG_BYTES)
             return
         if url not in self.web_seeds:
