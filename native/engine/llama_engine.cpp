@@ -205,6 +205,27 @@ class Affinity {
     cpu_set_t cpus_;
 };
 
+// Keeps the calling thread on one core (none if negative) for as long as it lives.
+class Placement {
+  public:
+    explicit Placement(int cpu) : placed_(cpu >= 0) {
+        if (placed_) {
+            Affinity(cpu).apply();
+        }
+    }
+    ~Placement() {
+        if (placed_) {
+            before_.apply();
+        }
+    }
+    Placement(const Placement &) = delete;
+    Placement & operator=(const Placement &) = delete;
+
+  private:
+    Affinity before_;
+    bool placed_;
+};
+
 class LlamaEngine final : public ShardEngine {
   public:
     Status load(const EngineConfig & config);
@@ -239,9 +260,8 @@ class LlamaEngine final : public ShardEngine {
     EngineDescription description_;
     std::vector<std::string> globals_;
     ModelPtr model_;
-    int compute_cpu_ = -1;  // the core of the thread that calls execute(), once it has; ggml's own threads have theirs
-    bool placed_ = false;
-    ThreadsPtr threads_;  // outlives the context that uses it
+    int compute_cpu_ = -1;  // the core of the thread that calls execute(), if ggml's own threads have one each
+    ThreadsPtr threads_;    // outlives the context that uses it
     ContextPtr context_;
     llama_batch batch_{};
     const llama_vocab * vocab_ = nullptr;
@@ -595,10 +615,7 @@ void LlamaEngine::forget(const std::vector<Step> & steps, bool untouched) {
 }
 
 Status LlamaEngine::execute(const std::vector<Step> & steps, std::vector<StepResult> & results) {
-    if (compute_cpu_ >= 0 && !placed_) {
-        Affinity(compute_cpu_).apply();
-        placed_ = true;
-    }
+    const Placement placement(compute_cpu_);
     results.assign(steps.size(), {});
     if (steps.empty()) {
         return Status::success();

@@ -2,8 +2,7 @@
 //
 // One engine holds one loaded range [start, end) of one artifact and the Hot KV of its sequences. It is used from
 // one thread at a time (the worker's engine thread), except describe() and the vocabulary functions, which are
-// const and safe from any thread. An engine that computes with all cores binds the thread that calls execute() to one
-// of them. Nothing here throws or aborts on bad input: every failure is a Status.
+// const and safe from any thread. Nothing here throws or aborts on bad input: every failure is a Status.
 #pragma once
 
 #include <cstdint>
