@@ -1,6 +1,6 @@
 """One artifact's swarm, by libtorrent: fetches the wanted pieces from peers and web seeds, and serves what is there.
 
-Not public in any way unless asked for: no DHT, no local discovery, no port mapping. Peers come from the Meshnet
+No DHT, no local discovery, and no port mapping unless asked for. Peers come from the Meshnet
 tracker, or are named by the caller. What libtorrent calls a finished piece is read back and recorded by the `Writer`
 before it counts here.
 """

@@ -11,13 +11,14 @@ import libtorrent
 @dataclass(frozen=True)
 class SwarmOptions:
     """How this machine takes part. ``announce_host`` is what others are told to connect to, if the tracker would see
-    another address; limits of 0 are none; ``public`` lets libtorrent look for peers beyond the tracker."""
+    another address; limits of 0 are none; with ``map_ports`` the router is asked to forward the port. Peers are never
+    looked for beyond the tracker: torrents are private."""
 
     listen: str = "0.0.0.0:0"
     announce_host: str | None = None
     upload_limit_bytes_per_s: int = 0
     download_limit_bytes_per_s: int = 0
-    public: bool = False
+    map_ports: bool = False
 
 
 def session_settings(options: SwarmOptions) -> Any:
@@ -30,10 +31,10 @@ def session_settings(options: SwarmOptions) -> Any:
         "listen_system_port_fallback": False,
         "announce_ip": options.announce_host or "",
         "user_agent": "Meshnet",
-        "enable_dht": options.public,
-        "enable_lsd": options.public,
-        "enable_upnp": options.public,
-        "enable_natpmp": options.public,
+        "enable_dht": False,
+        "enable_lsd": False,
+        "enable_upnp": options.map_ports,
+        "enable_natpmp": options.map_ports,
         # Several machines behind one address, and several nodes on one machine, are the usual case here.
         "allow_multiple_connections_per_ip": True,
         # Made to give way to everything else, which is slow where nothing else is going on.

@@ -46,6 +46,9 @@ ListenOption = Annotated[
 UploadOption = Annotated[
     str | None, typer.Option(help="Most bytes per second to others, for example 2MB. [default: no limit]")
 ]
+MapPortsOption = Annotated[
+    bool, typer.Option("--map-ports", help="Ask the router to forward the port (UPnP, NAT-PMP).")
+]
 DownloadOption = Annotated[str | None, typer.Option(help="Most bytes per second from others.")]
 ParentOption = Annotated[bool, typer.Option("--exit-with-parent", hidden=True)]
 
@@ -92,6 +95,7 @@ def seed(
     web_seed: WebSeedOption = None,
     listen: ListenOption = None,
     upload_limit: UploadOption = None,
+    map_ports: MapPortsOption = False,
     json_events: Annotated[bool, typer.Option("--json", help="Print one JSON line when peers can connect.")] = False,
     exit_with_parent: ParentOption = False,
 ) -> None:
@@ -101,7 +105,7 @@ def seed(
     """
     from meshnet.artifact.library import Library
 
-    sharing = _Sharing(tracker, join_token, listen, upload_limit)
+    sharing = _Sharing(tracker, join_token, listen, upload_limit, map_ports=map_ports)
     library = Library()
     stored = _held(library, wanted, name, web_seed or [])
 
@@ -132,13 +136,14 @@ def pull(
     listen: ListenOption = None,
     upload_limit: UploadOption = None,
     download_limit: DownloadOption = None,
+    map_ports: MapPortsOption = False,
     json_events: Annotated[bool, typer.Option("--json", help="Print JSON lines: how far it is, and the end.")] = False,
     exit_with_parent: ParentOption = False,
 ) -> None:
     """Fetch an artifact, or what some of its layers need, into the store. Safe to interrupt and to run again."""
     from meshnet.artifact.library import Library
 
-    sharing = _Sharing(tracker, join_token, listen, upload_limit, download_limit)
+    sharing = _Sharing(tracker, join_token, listen, upload_limit, download_limit, map_ports=map_ports)
     ranges = [parse_layers(text) for text in layers or ["all"]]
     library = Library()
     complete = False
@@ -176,6 +181,8 @@ class _Sharing:
         listen: str | None,
         upload_limit: str | None,
         download_limit: str | None = None,
+        *,
+        map_ports: bool,
     ) -> None:
         from meshnet.node.address import choose_endpoint
         from meshnet.tracker.client import base_url
@@ -183,7 +190,7 @@ class _Sharing:
         self._tracker = base_url(tracker)
         self._token = credentials.join_token(join_token).value
         endpoint = choose_endpoint(self._tracker, listen=listen)
-        self._options: SwarmOptions = swarm_options(endpoint, listen, upload_limit, download_limit)
+        self._options: SwarmOptions = swarm_options(endpoint, listen, upload_limit, download_limit, map_ports=map_ports)
 
     def tracker_client(self) -> TrackerClient:
         from meshnet.tracker.client import TrackerClient

@@ -81,6 +81,9 @@ def node(
         str | None, typer.Option(help="Most bytes per second to other nodes, for example 2MB. [default: no limit]")
     ] = None,
     download_limit: Annotated[str | None, typer.Option(help="Most bytes per second from other nodes.")] = None,
+    map_ports: Annotated[
+        bool, typer.Option("--map-ports", help="Ask the router to forward the swarm's port (UPnP, NAT-PMP).")
+    ] = False,
     json_events: Annotated[
         bool, typer.Option("--json", help="Print JSON lines: how far the download is, and when a shard is ready.")
     ] = False,
@@ -125,7 +128,7 @@ def node(
             )
             for range_ in ranges
         ],
-        swarm=swarm_options(endpoint, swarm_listen, upload_limit, download_limit),
+        swarm=swarm_options(endpoint, swarm_listen, upload_limit, download_limit, map_ports=map_ports),
         events=JsonEvents() if json_events else LogEvents(),
     )
     plans = _local_plans(node_) if model is not None else None
