@@ -78,6 +78,13 @@ class Boundary(Noun):
     digest: Digest
 
 
+class Cut(Noun):
+    """A layer before which a shard's range may be cut again, and what crosses there."""
+
+    layer: Annotated[int, Field(ge=1, le=100_000)]
+    boundary: Boundary
+
+
 class Shard(Noun):
     """A layer range of an artifact loaded in one worker, as its node advertises it."""
 
@@ -100,6 +107,9 @@ class Shard(Noun):
     weight_bytes: Annotated[int, Field(ge=0)] = 0
     kv_bytes: Annotated[int, Field(ge=0)] = 0
     compute_bytes: Annotated[int, Field(ge=0)] = 0
+    kv_bytes_per_token: Annotated[int, Field(ge=0)] = 0
+    #: Where a session may use a part of the range only; empty if the worker serves it as a whole.
+    cuts: Annotated[tuple[Cut, ...], Field(max_length=2000)] = ()
 
     @model_validator(mode="after")
     def _inside_model(self) -> Shard:
@@ -114,6 +124,28 @@ class Shard(Noun):
     @property
     def is_tail(self) -> bool:
         return self.layers.end == self.n_layer
+
+    def part(self, layers: LayerRange) -> Shard:
+        """This shard serving only ``layers`` of its range to a session.
+
+        Raises:
+            ValueError: it cannot be cut there.
+        """
+        if layers == self.layers:
+            return self
+        boundaries = {cut.layer: cut.boundary for cut in self.cuts}
+        boundaries |= {self.layers.start: self.boundary_in, self.layers.end: self.boundary_out}
+        inside = self.layers.start <= layers.start and layers.end <= self.layers.end
+        if not inside or layers.start not in boundaries or layers.end not in boundaries:
+            raise ValueError(f"shard {self.shard_id} ({self.layers}) cannot serve layers {layers} alone")
+        return self.model_copy(
+            update={
+                "layers": layers,
+                "boundary_in": boundaries[layers.start],
+                "boundary_out": boundaries[layers.end],
+                "cuts": tuple(cut for cut in self.cuts if layers.start < cut.layer < layers.end),
+            }
+        )
 
     def follows(self, previous: Shard) -> bool:
         """True if this shard can take over exactly where ``previous`` stops."""
@@ -209,6 +241,52 @@ class HopTelemetry(Noun):
     decode_tokens: int
 
 
+class Replacement(Noun):
+    """A shard that a repair had to wait for, and how long its node took for it."""
+
+    shard: str
+    pull_ms: float | None = None
+    load_ms: float | None = None
+
+
+class RepairTelemetry(Noun):
+    """One repair of the route in the middle of a generation.
+
+    ``detect_ms`` is from the last sign of life of the route to the notice that it is broken, ``plan_ms`` until a new
+    route was had (waiting for a replacement included), ``open_ms`` until every hop was open again, ``refill_ms`` until
+    the first token after it. ``layer_tokens`` counts what had to be computed again: layers x tokens, over all hops.
+    """
+
+    epoch: int
+    cause: str
+    hop: str | None
+    detect_ms: float
+    plan_ms: float
+    open_ms: float
+    refill_ms: float | None
+    layer_tokens: int
+    kept_layer_tokens: int
+    replacements: tuple[Replacement, ...] = ()
+
+
+class HopWork(Noun):
+    """What one hop did for one session in one epoch: a row of the ledger.
+
+    ``measured`` is False where the hop could not be asked any more; its counts are then what the answer proves.
+    """
+
+    epoch: Annotated[int, Field(ge=1)]
+    hop_index: Annotated[int, Field(ge=0, le=1024)]
+    shard_id: Name
+    layers: LayerRange
+    prefill_tokens: Annotated[int, Field(ge=0, le=2**53)]
+    decode_tokens: Annotated[int, Field(ge=0, le=2**53)]
+    compute_us: Annotated[int, Field(ge=0, le=2**53)] = 0
+    bytes_in: Annotated[int, Field(ge=0, le=2**53)] = 0
+    bytes_out: Annotated[int, Field(ge=0, le=2**53)] = 0
+    measured: bool = True
+
+
 class Telemetry(Noun):
     """Generation Telemetry: what each generation returns about itself (field ``meshnet`` of a response).
 
@@ -227,7 +305,7 @@ class Telemetry(Noun):
     prefill_tokens_per_s: float | None
     decode_tokens_per_s: float | None
     finish_cause: FinishCause
-    repairs: int = 0
+    repairs: tuple[RepairTelemetry, ...] = ()
     hops: tuple[HopTelemetry, ...]
     missing_hops: tuple[str, ...] = ()
 
@@ -243,10 +321,38 @@ class RouteSource(Protocol):
         """Models that a complete route serves now."""
         ...
 
-    async def open_session(self, model: str, *, avoid_shards: Sequence[str] = ()) -> RouteSession:
-        """Choose a route for ``model`` (avoiding shards that just refused or failed) and ticket every hop."""
+    async def open_session(
+        self,
+        model: str,
+        *,
+        avoid_shards: Sequence[str] = (),
+        prompt_tokens: int | None = None,
+        answer_tokens: int | None = None,
+    ) -> RouteSession:
+        """Choose a route for ``model`` (avoiding shards that just refused or failed) and ticket every hop.
+
+        The token counts are guesses that the choice may use: the prompt is tokenized only later, by the head.
+        """
         ...
 
-    async def close_session(self, session_id: str, *, finish_cause: FinishCause, generated_tokens: int) -> None:
-        """Record the end of a session. Unknown or already closed sessions are not an error."""
+    async def repair_session(self, session_id: str, *, epoch: int, lost_shards: Sequence[str]) -> RouteSession:
+        """A route for the same session with a raised epoch, without ``lost_shards``, that keeps as many as it can of
+        the other shards and their ranges. ``epoch`` is the one that broke.
+
+        Raises:
+            NoRoute: nothing can take the place of what is lost, now; it may later.
+            SessionLost: the tracker does not know the session, or it is closed, or ``epoch`` is not its last one.
+        """
+        ...
+
+    async def renew_sessions(self, session_ids: Sequence[str]) -> Sequence[str]:
+        """These sessions are still wanted; tells which of them are not open (any more). A session that nobody renews is
+        an orphan, and is closed."""
+        ...
+
+    async def close_session(
+        self, session_id: str, *, finish_cause: FinishCause, generated_tokens: int, work: Sequence[HopWork] = ()
+    ) -> None:
+        """Record the end of a session, and in the ledger what its hops did. Unknown or already closed sessions are not
+        an error; work that was recorded before is not recorded twice."""
         ...

@@ -17,6 +17,8 @@ MeshnetError
 │   └── DeadlineExceeded    the answer took longer than the gateway allows
 ├── TrackerUnavailable      the tracker did not answer
 ├── LeaseLost               the tracker no longer knows this node's lease
+├── SessionLost             the tracker no longer knows this session or its epoch
+├── IdentityRefused         a node's identity is not accepted: wrong key, or in use on another machine
 ├── NotAuthorized           wrong or missing API key or join token
 └── WorkerError             a worker process failed to start or died
 """
@@ -123,6 +125,14 @@ class LeaseLost(MeshnetError):
     def __init__(self, message: str, *, superseded: bool) -> None:
         super().__init__(message)
         self.superseded = superseded
+
+
+class SessionLost(MeshnetError):
+    """The tracker does not know this session, it is closed, or the epoch is not its last one."""
+
+
+class IdentityRefused(MeshnetError):
+    """A node's identity is not accepted: the key does not fit its id, or it is in use on another machine."""
 
 
 class NotAuthorized(MeshnetError):

@@ -10,7 +10,7 @@ from typing import Annotated, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
-from meshnet.core import Digest, FinishCause, LayerRange, Name, Noun, ServedModel, Shard
+from meshnet.core import Address, Digest, FinishCause, HopWork, LayerRange, Name, Noun, ServedModel, Shard
 from meshnet.errors import RequestError
 
 #: Of the Meshnet that runs here.
@@ -30,6 +30,12 @@ Epoch = Annotated[int, Field(ge=1, le=2**53)]
 SessionId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 #: Random per process start: tells a repeated call of one process from a second process with the same node id.
 Instance = Annotated[str, Field(pattern=r"^[0-9a-f]{16,64}$")]
+#: 32 random bytes of the tracker.
+Nonce = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+#: Ed25519, raw.
+PublicKey = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Signature = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
+Machine = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 WorkerKey = Annotated[str, Field(pattern=r"^([0-9a-f]{2}){16,64}$")]
 ArtifactDigest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 InfoHash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -53,18 +59,41 @@ class ShardLoad(Noun):
 
 
 class ShardAdvertisement(Noun):
-    """A shard that is ready for sessions, the key its tickets are made with, and its load."""
+    """A shard whose worker is up, the key its tickets are made with, its load, and what it took to get there."""
 
     shard: Shard
     worker_key: WorkerKey
     load: ShardLoad = ShardLoad()
+    #: From the wish for the range to its bytes being there and verified; None for a file of the machine.
+    pull_ms: Count | None = None
+    #: From starting the worker to its being ready.
+    load_ms: Count | None = None
+
+
+class Challenge(Noun):
+    """The tracker's answer to a node that wants to register: sign this."""
+
+    nonce: Nonce
 
 
 class Registration(Noun):
-    """A node asks for a lease."""
+    """A node asks for a lease, and proves that it is the node it says.
+
+    ``signature`` is Ed25519 over ``registration_text``. ``machine`` tells a restarted agent from a second machine that
+    holds a copy of the identity; it is a digest and says nothing else.
+    """
 
     instance: Instance
     version: Version
+    public_key: PublicKey
+    machine: Machine
+    nonce: Nonce
+    signature: Signature
+
+
+def registration_text(node_id: str, instance: str, machine: str, nonce: str) -> bytes:
+    """What a node signs when it registers."""
+    return f"meshnet-register-v1\n{node_id}\n{instance}\n{machine}\n{nonce}".encode()
 
 
 class Lease(Noun):
@@ -75,12 +104,45 @@ class Lease(Noun):
     ttl_ms: Annotated[int, Field(ge=1)]
 
 
+class NodeCapacity(Noun):
+    """What a node lends beside the shards it was started with: the planner may place layers in it."""
+
+    memory_bytes: Count
+    disk_bytes: Count
+    threads: Annotated[int, Field(ge=1, le=10_000)]
+
+
+class LinkMeasure(Noun):
+    """How a node reaches another node's worker: smallest round trip, and throughput where it was measured."""
+
+    shard_id: Name
+    rtt_ms: Annotated[float, Field(ge=0, le=1e6)]
+    bytes_per_s: Annotated[float, Field(gt=0, le=1e15)] | None = None
+
+
+class Activity(Noun):
+    """A range that a node is getting ready, and how far it is. ``trouble`` says what it last failed at."""
+
+    artifact_digest: Digest
+    model: Name
+    layers: LayerRange
+    state: Annotated[str, Field(pattern=r"^(pulling|loading|failed|draining)$")]
+    since_unix_s: Annotated[float, Field(ge=0)]
+    verified_bytes: Count = 0
+    wanted_bytes: Count = 0
+    trouble: Annotated[str, Field(max_length=1000)] = ""
+
+
 class Heartbeat(Noun):
-    """All shards of a node that are ready now. A shard that is missing here is withdrawn."""
+    """All shards of a node whose workers are up now. A shard that is missing here is withdrawn."""
 
     lease_epoch: Epoch
     instance: Instance
     shards: Annotated[tuple[ShardAdvertisement, ...], Field(max_length=MAX_SHARDS_PER_NODE)] = ()
+    #: Given by a node that takes what the planner assigns.
+    capacity: NodeCapacity | None = None
+    links: Annotated[tuple[LinkMeasure, ...], Field(max_length=256)] = ()
+    activities: Annotated[tuple[Activity, ...], Field(max_length=MAX_SHARDS_PER_NODE)] = ()
 
     @model_validator(mode="after")
     def _distinct(self) -> Heartbeat:
@@ -88,6 +150,32 @@ class Heartbeat(Noun):
         if len(set(ids)) != len(ids):
             raise ValueError("two shards have the same shard_id")
         return self
+
+
+class Assignment(Noun):
+    """A range that the planner wants this node to hold. What is no longer named is drained and given up."""
+
+    artifact_digest: ArtifactDigest
+    model: Name
+    layers: LayerRange
+    context_tokens: Annotated[int, Field(ge=1)]
+    sessions: Annotated[int, Field(ge=1)]
+
+
+class Neighbour(Noun):
+    """A worker that this node may come to talk to, and should measure the way to."""
+
+    shard_id: Name
+    address: Address
+
+
+class HeartbeatAnswer(Noun):
+    """What the tracker wants of the node. ``assignments`` is None for a node that offered no capacity."""
+
+    assignments: tuple[Assignment, ...] | None = None
+    neighbours: tuple[Neighbour, ...] = ()
+    #: Shards that take no sessions, and why not.
+    not_ready: dict[str, str] = Field(default_factory=dict)
 
 
 class Departure(Noun):
@@ -102,13 +190,35 @@ class OpenSession(Noun):
 
     model: Annotated[str, Field(min_length=1, max_length=200)]
     avoid_shards: Annotated[tuple[Name, ...], Field(max_length=1000)] = ()
+    prompt_tokens: Count | None = None
+    answer_tokens: Count | None = None
+
+
+class RepairSession(Noun):
+    """A gateway asks for a route in place of a broken one."""
+
+    epoch: Epoch
+    lost_shards: Annotated[tuple[Name, ...], Field(max_length=1000)]
+
+
+class RenewSessions(Noun):
+    """A gateway still wants these sessions."""
+
+    session_ids: Annotated[tuple[SessionId, ...], Field(max_length=10_000)]
+
+
+class UnknownSessions(Noun):
+    """Those that are not open (any more)."""
+
+    session_ids: tuple[SessionId, ...]
 
 
 class SessionEnd(Noun):
-    """How a session ended."""
+    """How a session ended, and what its hops did."""
 
     finish_cause: FinishCause
     generated_tokens: Count
+    work: Annotated[tuple[HopWork, ...], Field(max_length=4096)] = ()
 
 
 class ServedModels(Noun):
@@ -158,6 +268,11 @@ class ShardStatus(Noun):
     session_capacity_tokens: int
     open_sessions: int
     load: ShardLoad
+    #: Whether sessions may use it; if not, why.
+    ready: bool = True
+    why_not_ready: str | None = None
+    pull_ms: int | None = None
+    load_ms: int | None = None
 
 
 class NodeStatus(Noun):
@@ -169,6 +284,9 @@ class NodeStatus(Noun):
     version: str
     last_seen_unix_s: float
     shards: tuple[ShardStatus, ...]
+    capacity: NodeCapacity | None = None
+    activities: tuple[Activity, ...] = ()
+    assignments: tuple[Assignment, ...] = ()
 
 
 class ModelCoverage(Noun):

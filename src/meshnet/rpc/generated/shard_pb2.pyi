@@ -103,7 +103,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("shard_id", "artifact_digest", "architecture", "model_name", "n_layer", "n_vocab", "n_ctx_train", "layers", "boundary_in", "boundary_out", "needs_token_ids", "legal_cuts", "session_capacity_tokens", "session_slots", "kv_bytes_per_token", "weight_bytes", "kv_bytes", "compute_bytes", "compatibility_id", "build_id", "engine", "max_step_tokens", "chat_template", "bos_token", "eos_token", "add_bos", "can_rollback")
+    __slots__ = ("shard_id", "artifact_digest", "architecture", "model_name", "n_layer", "n_vocab", "n_ctx_train", "layers", "boundary_in", "boundary_out", "needs_token_ids", "legal_cuts", "session_capacity_tokens", "session_slots", "kv_bytes_per_token", "weight_bytes", "kv_bytes", "compute_bytes", "compatibility_id", "build_id", "engine", "max_step_tokens", "chat_template", "bos_token", "eos_token", "add_bos", "can_rollback", "chunk_tokens", "cut_boundaries")
     SHARD_ID_FIELD_NUMBER: _ClassVar[int]
     ARTIFACT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
@@ -131,6 +131,8 @@ class DescribeResponse(_message.Message):
     EOS_TOKEN_FIELD_NUMBER: _ClassVar[int]
     ADD_BOS_FIELD_NUMBER: _ClassVar[int]
     CAN_ROLLBACK_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CUT_BOUNDARIES_FIELD_NUMBER: _ClassVar[int]
     shard_id: str
     artifact_digest: str
     architecture: str
@@ -158,7 +160,9 @@ class DescribeResponse(_message.Message):
     eos_token: str
     add_bos: bool
     can_rollback: bool
-    def __init__(self, shard_id: _Optional[str] = ..., artifact_digest: _Optional[str] = ..., architecture: _Optional[str] = ..., model_name: _Optional[str] = ..., n_layer: _Optional[int] = ..., n_vocab: _Optional[int] = ..., n_ctx_train: _Optional[int] = ..., layers: _Optional[_Union[LayerRange, _Mapping]] = ..., boundary_in: _Optional[_Union[BoundarySchema, _Mapping]] = ..., boundary_out: _Optional[_Union[BoundarySchema, _Mapping]] = ..., needs_token_ids: _Optional[bool] = ..., legal_cuts: _Optional[_Iterable[int]] = ..., session_capacity_tokens: _Optional[int] = ..., session_slots: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., compute_bytes: _Optional[int] = ..., compatibility_id: _Optional[str] = ..., build_id: _Optional[str] = ..., engine: _Optional[str] = ..., max_step_tokens: _Optional[int] = ..., chat_template: _Optional[str] = ..., bos_token: _Optional[str] = ..., eos_token: _Optional[str] = ..., add_bos: _Optional[bool] = ..., can_rollback: _Optional[bool] = ...) -> None: ...
+    chunk_tokens: int
+    cut_boundaries: _containers.RepeatedCompositeFieldContainer[BoundarySchema]
+    def __init__(self, shard_id: _Optional[str] = ..., artifact_digest: _Optional[str] = ..., architecture: _Optional[str] = ..., model_name: _Optional[str] = ..., n_layer: _Optional[int] = ..., n_vocab: _Optional[int] = ..., n_ctx_train: _Optional[int] = ..., layers: _Optional[_Union[LayerRange, _Mapping]] = ..., boundary_in: _Optional[_Union[BoundarySchema, _Mapping]] = ..., boundary_out: _Optional[_Union[BoundarySchema, _Mapping]] = ..., needs_token_ids: _Optional[bool] = ..., legal_cuts: _Optional[_Iterable[int]] = ..., session_capacity_tokens: _Optional[int] = ..., session_slots: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., compute_bytes: _Optional[int] = ..., compatibility_id: _Optional[str] = ..., build_id: _Optional[str] = ..., engine: _Optional[str] = ..., max_step_tokens: _Optional[int] = ..., chat_template: _Optional[str] = ..., bos_token: _Optional[str] = ..., eos_token: _Optional[str] = ..., add_bos: _Optional[bool] = ..., can_rollback: _Optional[bool] = ..., chunk_tokens: _Optional[int] = ..., cut_boundaries: _Optional[_Iterable[_Union[BoundarySchema, _Mapping]]] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()
@@ -251,12 +255,26 @@ class OpenRequest(_message.Message):
     def __init__(self, ticket: _Optional[_Union[Ticket, _Mapping]] = ..., hop_index: _Optional[int] = ..., n_hops: _Optional[int] = ..., layers: _Optional[_Union[LayerRange, _Mapping]] = ..., artifact_digest: _Optional[str] = ..., compatibility_id: _Optional[str] = ..., boundary_in_digest: _Optional[str] = ..., boundary_out_digest: _Optional[str] = ..., token_capacity: _Optional[int] = ..., next: _Optional[_Union[Peer, _Mapping]] = ..., head: _Optional[_Union[Peer, _Mapping]] = ..., idle_timeout_s: _Optional[int] = ...) -> None: ...
 
 class OpenResponse(_message.Message):
-    __slots__ = ("cached_tokens", "prefix_hash")
+    __slots__ = ("cached_tokens", "prefix_hash", "ended")
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
     cached_tokens: int
     prefix_hash: int
-    def __init__(self, cached_tokens: _Optional[int] = ..., prefix_hash: _Optional[int] = ...) -> None: ...
+    ended: HopStats
+    def __init__(self, cached_tokens: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., ended: _Optional[_Union[HopStats, _Mapping]] = ...) -> None: ...
+
+class TouchRequest(_message.Message):
+    __slots__ = ("ticket",)
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    ticket: Ticket
+    def __init__(self, ticket: _Optional[_Union[Ticket, _Mapping]] = ...) -> None: ...
+
+class TouchResponse(_message.Message):
+    __slots__ = ("known",)
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    known: bool
+    def __init__(self, known: _Optional[bool] = ...) -> None: ...
 
 class CloseRequest(_message.Message):
     __slots__ = ("ticket",)
@@ -338,7 +356,7 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., typical_p: _Optional[float] = ..., penalty_last_n: _Optional[int] = ..., repeat_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[int] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("ticket", "tokens", "cached_tokens", "prefix_hash", "sampling", "max_new_tokens", "ignore_eog", "stop_tokens", "chunk_tokens", "step_timeout_ms")
+    __slots__ = ("ticket", "tokens", "cached_tokens", "prefix_hash", "sampling", "max_new_tokens", "ignore_eog", "stop_tokens", "chunk_tokens", "step_timeout_ms", "replayed_tokens", "resume_at")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -349,6 +367,8 @@ class GenerateRequest(_message.Message):
     STOP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STEP_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    REPLAYED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RESUME_AT_FIELD_NUMBER: _ClassVar[int]
     ticket: Ticket
     tokens: _containers.RepeatedScalarFieldContainer[int]
     cached_tokens: int
@@ -359,7 +379,9 @@ class GenerateRequest(_message.Message):
     stop_tokens: _containers.RepeatedScalarFieldContainer[int]
     chunk_tokens: int
     step_timeout_ms: int
-    def __init__(self, ticket: _Optional[_Union[Ticket, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ..., cached_tokens: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., ignore_eog: _Optional[bool] = ..., stop_tokens: _Optional[_Iterable[int]] = ..., chunk_tokens: _Optional[int] = ..., step_timeout_ms: _Optional[int] = ...) -> None: ...
+    replayed_tokens: int
+    resume_at: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ticket: _Optional[_Union[Ticket, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ..., cached_tokens: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., ignore_eog: _Optional[bool] = ..., stop_tokens: _Optional[_Iterable[int]] = ..., chunk_tokens: _Optional[int] = ..., step_timeout_ms: _Optional[int] = ..., replayed_tokens: _Optional[int] = ..., resume_at: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
     __slots__ = ("token", "logprob", "piece")
@@ -446,23 +468,25 @@ class Tensor(_message.Message):
     def __init__(self, name: _Optional[str] = ..., dtype: _Optional[_Union[DType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class SeamFrame(_message.Message):
-    __slots__ = ("frame_no", "session_id", "epoch", "step", "sampled", "failure")
+    __slots__ = ("frame_no", "session_id", "epoch", "step", "sampled", "failure", "end")
     FRAME_NO_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SAMPLED_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
     frame_no: int
     session_id: bytes
     epoch: int
     step: StepFrame
     sampled: SampledFrame
     failure: FailureFrame
-    def __init__(self, frame_no: _Optional[int] = ..., session_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., step: _Optional[_Union[StepFrame, _Mapping]] = ..., sampled: _Optional[_Union[SampledFrame, _Mapping]] = ..., failure: _Optional[_Union[FailureFrame, _Mapping]] = ...) -> None: ...
+    end: EndFrame
+    def __init__(self, frame_no: _Optional[int] = ..., session_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., step: _Optional[_Union[StepFrame, _Mapping]] = ..., sampled: _Optional[_Union[SampledFrame, _Mapping]] = ..., failure: _Optional[_Union[FailureFrame, _Mapping]] = ..., end: _Optional[_Union[EndFrame, _Mapping]] = ...) -> None: ...
 
 class StepFrame(_message.Message):
-    __slots__ = ("position", "tokens", "prefix_hash", "boundary", "sample_at", "rollback", "prefill", "sampling", "step_timeout_ms")
+    __slots__ = ("position", "tokens", "prefix_hash", "boundary", "sample_at", "rollback", "prefill", "sampling", "step_timeout_ms", "resume_at")
     POSITION_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
@@ -472,6 +496,7 @@ class StepFrame(_message.Message):
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     STEP_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    RESUME_AT_FIELD_NUMBER: _ClassVar[int]
     position: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
     prefix_hash: int
@@ -481,7 +506,14 @@ class StepFrame(_message.Message):
     prefill: bool
     sampling: SamplingParams
     step_timeout_ms: int
-    def __init__(self, position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., prefix_hash: _Optional[int] = ..., boundary: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., sample_at: _Optional[_Iterable[int]] = ..., rollback: _Optional[bool] = ..., prefill: _Optional[bool] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., step_timeout_ms: _Optional[int] = ...) -> None: ...
+    resume_at: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., prefix_hash: _Optional[int] = ..., boundary: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., sample_at: _Optional[_Iterable[int]] = ..., rollback: _Optional[bool] = ..., prefill: _Optional[bool] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., step_timeout_ms: _Optional[int] = ..., resume_at: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class EndFrame(_message.Message):
+    __slots__ = ("message",)
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    message: str
+    def __init__(self, message: _Optional[str] = ...) -> None: ...
 
 class SampledFrame(_message.Message):
     __slots__ = ("tokens",)
