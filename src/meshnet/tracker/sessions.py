@@ -13,10 +13,10 @@ from sqlalchemy import delete, func, select, update
 
 from meshnet.core import FinishCause, RouteSession, ServedModel
 from meshnet.errors import NoRoute, UnknownModel
+from meshnet.planner.routing import Offer, choose_route
 from meshnet.rpc.tickets import make_ticket
 from meshnet.tracker.database import Database, SessionRow
 from meshnet.tracker.registry import Registry
-from meshnet.tracker.routes import Offer, choose_route
 from meshnet.tracker.settings import TrackerSettings
 
 log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class Sessions:
             told = f"known models: {', '.join(known)}" if known else "no node has offered any model yet"
             raise UnknownModel(f"model {model!r} is not known; {told}", param="model")
         keys = {a.shard.shard_id: bytes.fromhex(a.worker_key) for a in self._registry.advertised()}
-        route = choose_route(model, self.offers(), avoid_shards)
+        route = choose_route(model, self.offers(), avoid=avoid_shards)
         session_id = secrets.token_hex(16)
         opened_unix_s = int(self._clock())
         expires_unix_s = opened_unix_s + max(1, round(self._settings.session_ttl_s))

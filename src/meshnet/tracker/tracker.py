@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, suppress
 
 from meshnet.core import LayerRange, Shard
 from meshnet.errors import TrackerUnavailable
+from meshnet.planner.routing import covers, gaps, why_no_route
 from meshnet.tracker.artifacts import Artifacts, short_hashes
 from meshnet.tracker.clock import ListeningClock
 from meshnet.tracker.database import Database
@@ -23,7 +24,6 @@ from meshnet.tracker.messages import (
 )
 from meshnet.tracker.peers import Peers
 from meshnet.tracker.registry import Node, Registry
-from meshnet.tracker.routes import covers, gaps, why_no_route
 from meshnet.tracker.sessions import Sessions
 from meshnet.tracker.settings import TrackerSettings
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from meshnet.core import LayerRange, Route, Shard
 from meshnet.errors import NoRoute
-from meshnet.tracker.routes import Offer, choose_route, covers, gaps, why_no_route
+from meshnet.planner.routing import Offer, choose_route, covers, gaps, why_no_route
 from tests.support.shards import make_shard
 
 
@@ -54,7 +54,7 @@ def test_the_best_of_all_routes_is_chosen(offered: list[Offer], avoid: set[str],
     busy = {offer.shard.shard_id: offer.busy for offer in offered}
     possible = list(every_route([offer.shard for offer in usable]))
     try:
-        route = choose_route("tiny", offered, avoid)
+        route = choose_route("tiny", offered, avoid=avoid)
     except NoRoute:
         assert not possible
         return
@@ -76,7 +76,7 @@ def test_the_best_of_all_routes_is_chosen(offered: list[Offer], avoid: set[str],
 
     shuffled = list(offered)
     order.shuffle(shuffled)
-    assert choose_route("tiny", shuffled, avoid) == route
+    assert choose_route("tiny", shuffled, avoid=avoid) == route
 
 
 @given(offers())
@@ -92,7 +92,7 @@ def test_a_chain_is_a_route() -> None:
 
 def reason(*shards: Shard, avoid: tuple[str, ...] = ()) -> str:
     with pytest.raises(NoRoute) as caught:
-        choose_route("tiny", map(Offer, shards), avoid)
+        choose_route("tiny", map(Offer, shards), avoid=avoid)
     return str(caught.value)
 
 

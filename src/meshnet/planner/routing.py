@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from meshnet.core import LayerRange, Route, Shard
 from meshnet.errors import NoRoute
+from meshnet.planner.offers import NO_LINKS, Link, Links, Offer, RouteRequest
 
+__all__ = ["NO_LINKS", "Link", "Links", "Offer", "RouteRequest", "choose_route", "covers", "gaps", "why_no_route"]
 
-@dataclass(frozen=True)
-class Offer:
-    """A shard that can be used now. ``busy`` is sessions and waiting frames per session slot; at least 0.
+#: A request of which nothing is known.
+ANY_REQUEST = RouteRequest()
 
-    A full shard is still an offer: the worker alone knows whether it has room, and refuses if not.
-    """
-
-    shard: Shard
-    busy: float = 0.0
+NOTHING_KEPT: Mapping[str, LayerRange] = MappingProxyType({})
 
 
 #: Shards that may stand in one route: same artifact, same build compatibility, same number of layers.
 _Kin = tuple[str, str, int]
 
 
-def choose_route(model: str, offers: Iterable[Offer], avoid: Collection[str] = ()) -> Route:
+def choose_route(
+    model: str,
+    offers: Iterable[Offer],
+    *,
+    request: RouteRequest = ANY_REQUEST,
+    avoid: Collection[str] = (),
+    keep: Mapping[str, LayerRange] = NOTHING_KEPT,
+    links: Links = NO_LINKS,
+) -> Route:
     """The least loaded route that covers every layer of ``model`` once.
 
     Compares the busiest hop first, then the sum over the hops, then the number of hops, then the shard ids, so the

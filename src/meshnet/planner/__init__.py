@@ -1,0 +1,1 @@
+"""Policy without clock and transport: choosing routes, placing layers, predicting times."""

@@ -1,0 +1,57 @@
+"""What routing looks at: the shards offered now, the request, and the links between nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from meshnet.core import Shard
+
+#: Guesses where a request does not say.
+DEFAULT_PROMPT_TOKENS = 500
+DEFAULT_ANSWER_TOKENS = 200
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A shard that can be used now. ``busy`` is sessions and waiting frames per session slot; at least 0.
+
+    A full shard (``free_slots`` 0) is still an offer: the worker alone knows whether it has room, and refuses if not.
+    ``free_slots`` None is taken from ``busy``. ``prefill_us`` and ``decode_us`` are microseconds per layer and token as
+    measured; None where nothing was measured yet.
+    """
+
+    shard: Shard
+    busy: float = 0.0
+    node_id: str = ""
+    free_slots: int | None = None
+    prefill_us: float | None = None
+    decode_us: float | None = None
+
+    @property
+    def full(self) -> bool:
+        return self.busy >= 1.0 if self.free_slots is None else self.free_slots <= 0
+
+
+@dataclass(frozen=True)
+class RouteRequest:
+    """What is known of a request before its prompt is tokenized. ``capacity_tokens`` 0: any session length will do."""
+
+    prompt_tokens: int = DEFAULT_PROMPT_TOKENS
+    answer_tokens: int = DEFAULT_ANSWER_TOKENS
+    capacity_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Link:
+    """The way from one node to another. ``bytes_per_s`` None: not measured."""
+
+    rtt_ms: float
+    bytes_per_s: float | None = None
+
+
+#: Measured links by (from node, to node).
+Links = Mapping[tuple[str, str], Link]
+
+NO_LINKS: Links = MappingProxyType({})
