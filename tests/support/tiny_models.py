@@ -97,8 +97,8 @@ class TinyModel:
 SHARP = 1.6
 
 
-def _llama(n_vocab: int, seed: int) -> TinyModel:
-    model = TinyModel("llama", n_layer=6, n_vocab=n_vocab, seed=seed)
+def _llama(n_vocab: int, seed: int, *, n_layer: int = 6) -> TinyModel:
+    model = TinyModel("llama", n_layer=n_layer, n_vocab=n_vocab, seed=seed)
     n_head, n_head_kv, head, n_ff = 4, 2, 32, 256
     model.metadata |= {
         "feed_forward_length": n_ff,
@@ -368,6 +368,17 @@ def tiny_model(architecture: str) -> Path:
     return path
 
 
+def tiny_llama(*, n_layer: int, context_tokens: int = 4096) -> Path:
+    """As `tiny_model`: a llama of another depth, or said to be trained for another context."""
+    path = tiny_model("llama").with_name(f"llama-{n_layer}-{context_tokens}.gguf")
+    if not path.exists():
+        vocabulary = _Vocabulary(fetch_sample("smollm2-135m-instruct"))
+        model = _llama(vocabulary.n_tokens, seed=1, n_layer=n_layer)
+        model.metadata["context_length"] = context_tokens
+        _write(model, vocabulary, path)
+    return path
+
+
 def write_tiny_model(architecture: str, path: Path, *, seed: int = 1) -> None:
     """Write one model; ``path`` appears only when it is complete.
 
@@ -375,13 +386,16 @@ def write_tiny_model(architecture: str, path: Path, *, seed: int = 1) -> None:
         KeyError: no such architecture in ``TINY_MODELS``.
     """
     vocabulary = _Vocabulary(fetch_sample("smollm2-135m-instruct"))
-    model = TINY_MODELS[architecture](vocabulary.n_tokens, seed)
+    _write(TINY_MODELS[architecture](vocabulary.n_tokens, seed), vocabulary, path)
+
+
+def _write(model: TinyModel, vocabulary: _Vocabulary, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    writer = gguf.GGUFWriter(partial, architecture)
-    writer.add_name(f"tiny {architecture}")
+    writer = gguf.GGUFWriter(partial, model.architecture)
+    writer.add_name(f"tiny {model.architecture}")
     for key, value in model.metadata.items():
-        _add(writer, f"{architecture}.{key}", value)
+        _add(writer, f"{model.architecture}.{key}", value)
     vocabulary.copy_to(writer)
     for name, data in model.tensors.items():
         writer.add_tensor(name, data)
