@@ -14,6 +14,7 @@ MeshnetError
 │   ├── Overloaded          every route is full
 │   ├── HopRefused          a worker refused, with its typed reason
 │   ├── HopLost             a worker went away in mid-session
+│   ├── RepairFailed        no other route could be had in time
 │   └── DeadlineExceeded    the answer took longer than the gateway allows
 ├── TrackerUnavailable      the tracker did not answer
 ├── LeaseLost               the tracker no longer knows this node's lease
@@ -21,6 +22,7 @@ MeshnetError
 ├── IdentityRefused         a node's identity is not accepted: wrong key, or in use on another machine
 ├── NotAuthorized           wrong or missing API key or join token
 └── WorkerError             a worker process failed to start or died
+    └── RangeRefused        the engine cannot cut these layers out of the model, whatever is tried
 """
 
 from __future__ import annotations
@@ -107,6 +109,10 @@ class HopLost(RouteError):
         self.shard_id = shard_id
 
 
+class RepairFailed(RouteError):
+    """No other route could be had in time for an answer whose route broke."""
+
+
 class DeadlineExceeded(RouteError):
     """The answer took longer than the gateway allows."""
 
@@ -141,3 +147,7 @@ class NotAuthorized(MeshnetError):
 
 class WorkerError(MeshnetError):
     """A worker process failed to start or died."""
+
+
+class RangeRefused(WorkerError):
+    """The engine cannot cut these layers out of the model, whatever is tried."""

@@ -110,6 +110,8 @@ class NodeCapacity(Noun):
     memory_bytes: Count
     disk_bytes: Count
     threads: Annotated[int, Field(ge=1, le=10_000)]
+    #: The only artifact that the node takes layers of: digest, its first digits, or name. None for any.
+    artifact: Annotated[str, Field(min_length=1, max_length=200)] | None = None
 
 
 class LinkMeasure(Noun):
@@ -131,6 +133,8 @@ class Activity(Noun):
     verified_bytes: Count = 0
     wanted_bytes: Count = 0
     trouble: Annotated[str, Field(max_length=1000)] = ""
+    #: The engine cannot cut these layers out of the model, so nobody need try again.
+    refused: bool = False
 
 
 class Heartbeat(Noun):
