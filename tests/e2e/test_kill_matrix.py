@@ -1,0 +1,97 @@
+"""Workers of a route are killed, stopped, cut off and slowed down in the middle of answers.
+
+With a spare for each range, the client gets the very answer that it would have got; without one, an error with its
+cause. ``MESHNET_KILLS`` says how many cases (``make kill-matrix`` takes 200), ``MESHNET_KILL_SEED`` which ones.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from meshnet.artifact.samples import fetch_sample
+from tests.support.kill_cases import FAULTS, VICTIMS, Case, Killer, Outcome, Sizes, draw_cases
+from tests.support.kill_mesh import kill_mesh
+from tests.support.tiny_models import tiny_model
+
+KILLS = int(os.environ.get("MESHNET_KILLS", "12"))
+SEED = int(os.environ.get("MESHNET_KILL_SEED", str(random.SystemRandom().randrange(10**6))))
+LOG = os.environ.get("MESHNET_KILL_LOG")
+NODE_OPTIONS = ("--context", "1536", "--sessions", "2", "--chunk-tokens", "64")
+THIRDS = ("0:2", "2:4", "4:6")
+
+#: SmolLM2 computes some tens of tokens a second beside other work.
+REAL_SIZES = Sizes(short_tokens=24, long_tokens=400, max_tokens=48, seeds=2)
+#: The gateway gives up a repair after this long without a spare …
+REPAIR_TIMEOUT_S = 3.0
+#: … and has noticed by then that something hangs; with room for a busy machine.
+FAILED_WITHIN_S = 25.0
+
+
+def told_seed() -> str:
+    return f"MESHNET_KILL_SEED={SEED}"
+
+
+async def run_matrix(killer: Killer, count: int, seed: int) -> list[Outcome]:
+    """All cases, each on a mesh that is whole again."""
+    outcomes, broken = [], []
+    for number, case in enumerate(draw_cases(count, seed, seeds=killer.sizes.seeds), start=1):
+        await killer.undisturbed(case.question(killer.sizes))
+        outcome = await killer.run(case)
+        print(f"{number:4} {outcome}", flush=True)
+        try:
+            await killer.check_repaired(outcome)
+        except AssertionError as error:
+            broken.append(str(error))
+        await killer.mesh.mend()
+        outcomes.append(outcome)
+    assert not broken, f"{told_seed()}: {len(broken)} of {count}:\n" + "\n".join(broken)
+    return outcomes
+
+
+@pytest.mark.timeout(300 + 15 * KILLS)
+async def test_a_client_notices_nothing_but_a_pause(tmp_path: Path) -> None:
+    print(told_seed())
+    async with kill_mesh(tmp_path, tiny_model("llama"), THIRDS, node_options=NODE_OPTIONS) as mesh:
+        killer = Killer(mesh, log=Path(LOG) if LOG else None)
+        outcomes = await run_matrix(killer, KILLS, SEED)
+    # The moments are hit: not many faults come when all is over.
+    assert sum(outcome.tokens_before is not None for outcome in outcomes) >= 0.75 * KILLS
+    assert sum(bool(outcome.repairs) for outcome in outcomes) >= 0.5 * KILLS
+
+
+@pytest.mark.timeout(300 + 3 * KILLS)
+async def test_a_real_model_says_the_same(tmp_path: Path) -> None:
+    print(told_seed())
+    path = fetch_sample("smollm2-135m-instruct")
+    options = ("--context", "512", "--sessions", "2", "--chunk-tokens", "64")
+    async with kill_mesh(tmp_path, path, ("0:10", "10:20", "20:30"), node_options=options) as mesh:
+        killer = Killer(mesh, REAL_SIZES, log=Path(LOG) if LOG else None)
+        await run_matrix(killer, max(2, KILLS // 10), SEED + 1)
+
+
+@pytest.mark.timeout(900)
+async def test_without_a_spare_the_cause_is_told_in_time(tmp_path: Path) -> None:
+    print(told_seed())
+    draw = random.Random(SEED)
+    full = KILLS >= 100
+    cases = [
+        Case(fault, victim, draw.choice(("prefill", "decode")), "greedy", draw.random() < 0.5, draw.random(), 1)
+        for fault in FAULTS
+        for victim in (VICTIMS if full else draw.sample(VICTIMS, 1))
+    ]
+    options = ("--repair-timeout-s", f"{REPAIR_TIMEOUT_S:g}")
+    async with kill_mesh(
+        tmp_path, tiny_model("llama"), THIRDS, replicas=1, serve_options=options, node_options=NODE_OPTIONS
+    ) as mesh:
+        killer = Killer(mesh)
+        for case in cases:
+            await killer.undisturbed(case.question(killer.sizes))
+            outcome = await killer.run(case, lasting=True)
+            print(outcome, outcome.answer.error, flush=True)
+            assert outcome.tokens_before is not None, f"{told_seed()}: {case} came too late"
+            await killer.check_failed(outcome, deadline_s=FAILED_WITHIN_S)
+            await mesh.mend()
