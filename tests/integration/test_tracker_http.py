@@ -25,9 +25,10 @@ from meshnet.errors import (
 from meshnet.tracker.app import MAX_BODY_BYTES, create_app
 from meshnet.tracker.client import HttpRouteSource, TrackerClient
 from meshnet.tracker.database import sqlite_url
-from meshnet.tracker.messages import Departure, Heartbeat, Registration, ShardAdvertisement
+from meshnet.tracker.messages import Departure, Heartbeat, ShardAdvertisement
 from meshnet.tracker.tracker import Tracker
 from tests.support.http import running
+from tests.support.identities import make_identity, register_at
 from tests.support.shards import advertise, make_shard
 
 TOKEN = "join-0123456789"
@@ -58,7 +59,7 @@ async def client(url: str) -> AsyncIterator[HttpRouteSource]:
 
 
 async def offer(client: TrackerClient, *shards: ShardAdvertisement, node_id: str = "n1", instance: str = ME) -> int:
-    lease = await client.register(node_id, Registration(instance=instance, version="1"))
+    lease = await register_at(client, instance, node_id)
     await client.heartbeat(node_id, Heartbeat(lease_epoch=lease.lease_epoch, instance=instance, shards=shards))
     return lease.lease_epoch
 
@@ -68,6 +69,7 @@ def halves(slots: int = 4) -> tuple[ShardAdvertisement, ShardAdvertisement]:
 
 
 CALLS = [
+    ("POST", "/tracker/v1/nodes/n1/challenge"),
     ("POST", "/tracker/v1/nodes/n1/lease"),
     ("POST", "/tracker/v1/nodes/n1/heartbeat"),
     ("POST", "/tracker/v1/nodes/n1/departure"),
@@ -149,7 +151,7 @@ async def test_errors_arrive_as_they_were_raised(client: HttpRouteSource) -> Non
         await client.open_session("tiny", avoid_shards=["b"])
     with pytest.raises(RequestError, match="belongs to node n1"):
         await offer(client, *halves(), node_id="n2", instance=OTHER)
-    await client.register("n1", Registration(instance=OTHER, version="1"))
+    await register_at(client, OTHER, "n1")
     with pytest.raises(LeaseLost, match="registered again") as lost:
         await client.heartbeat("n1", Heartbeat(lease_epoch=epoch, instance=ME))
     assert lost.value.superseded
@@ -210,7 +212,7 @@ def shard(**changes: Any) -> bytes:
     ],
 )
 async def test_malformed_messages_are_refused_by_field(url: str, client: TrackerClient, body: bytes, told: str) -> None:
-    await client.register("n1", Registration(instance=ME, version="1"))
+    await register_at(client, ME, "n1")
     async with httpx.AsyncClient(headers={"authorization": f"Bearer {TOKEN}"}) as http:
         answer = await http.post(f"{url}/tracker/v1/nodes/n1/heartbeat", content=body)
     error = answer.json()["error"]
@@ -220,7 +222,7 @@ async def test_malformed_messages_are_refused_by_field(url: str, client: Tracker
 
 
 async def test_unknown_fields_are_ignored(url: str, client: TrackerClient) -> None:
-    await client.register("n1", Registration(instance=ME, version="1"))
+    await register_at(client, ME, "n1")
     newer = {**GOOD_SHARD, "colour": "blue", "shard": {**GOOD_SHARD["shard"], "certified": True}}
     async with httpx.AsyncClient(headers={"authorization": f"Bearer {TOKEN}"}) as http:
         answer = await http.post(f"{url}/tracker/v1/nodes/n1/heartbeat", content=beat(shards=[newer], later={"x": 1}))
@@ -243,7 +245,8 @@ async def test_a_body_without_end_is_cut_off(url: str) -> None:
 async def test_node_ids_are_checked(url: str, tracker: Tracker, node_id: str) -> None:
     async with httpx.AsyncClient(headers={"authorization": f"Bearer {TOKEN}"}) as http:
         answer = await http.post(
-            f"{url}/tracker/v1/nodes/{node_id}/lease", content=Registration(instance=ME, version="1").model_dump_json()
+            f"{url}/tracker/v1/nodes/{node_id}/lease",
+            content=make_identity("n1").registration(ME, "0" * 64).model_dump_json(),
         )
     assert answer.status_code in (404, 422)
     assert set(answer.json()["error"]) >= {"code", "message"}

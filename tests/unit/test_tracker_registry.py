@@ -11,9 +11,10 @@ from sqlalchemy import func, select, text
 
 from meshnet.errors import LeaseLost, RequestError, TrackerUnavailable, UsageError
 from meshnet.tracker.database import Database, ShardRow, sqlite_url
-from meshnet.tracker.messages import Departure, Heartbeat, Registration, ShardLoad
+from meshnet.tracker.messages import Departure, Heartbeat, ShardLoad
 from meshnet.tracker.registry import Registry
 from meshnet.tracker.settings import TrackerSettings
+from tests.support import identities
 from tests.support.shards import advertise, make_shard
 
 ME = "a" * 32
@@ -47,7 +48,7 @@ def registry(database: Database, clock: Clock) -> Registry:
 
 
 async def register(registry: Registry, node_id: str = "n1", instance: str = ME) -> int:
-    return (await registry.register(node_id, Registration(instance=instance, version="1"))).lease_epoch
+    return (await identities.register(registry, instance, node_id)).lease_epoch
 
 
 def beat(epoch: int, *shards: str, instance: str = ME, load: ShardLoad | None = None) -> Heartbeat:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from meshnet.artifact.swarm import SwarmOptions
     from meshnet.engines.native import WorkerOptions
     from meshnet.node.address import Endpoint
+    from meshnet.node.identity import NodeIdentity
     from meshnet.node.worker import WorkerPlan
     from meshnet.tracker.client import TrackerClient
 
@@ -132,8 +134,8 @@ def node(
         events=JsonEvents() if json_events else LogEvents(),
     )
     plans = _local_plans(node_) if model is not None else None
-    with node_identity(state_dir) as node_id:
-        asyncio.run(_run(node_, node_id, plans, artifact, with_parent=exit_with_parent))
+    with node_identity(state_dir) as identity:
+        asyncio.run(_run(node_, identity, plans, artifact, with_parent=exit_with_parent))
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ class _Node:
 
 
 async def _run(
-    node_: _Node, node_id: str, plans: list[WorkerPlan] | None, artifact: str | None, *, with_parent: bool
+    node_: _Node, identity: NodeIdentity, plans: list[WorkerPlan] | None, artifact: str | None, *, with_parent: bool
 ) -> None:
     from meshnet.cli.stopping import stop_requests
     from meshnet.node.agent import Agent
@@ -174,7 +176,8 @@ async def _run(
             if provided is None:
                 return
             plans, fetching = provided
-        agent = Agent(node_id, client, plans, on_ready=lambda shard: node_.events.ready(node_id, shard))
+        on_ready = partial(node_.events.ready, identity.node_id)
+        agent = Agent(identity, client, plans, on_ready=on_ready)
         serving = asyncio.create_task(agent.run(stop))
         try:
             await asyncio.wait([serving, *([fetching] if fetching else [])], return_when=asyncio.FIRST_COMPLETED)

@@ -10,12 +10,13 @@ from contextlib import suppress
 
 from meshnet.core import Shard
 from meshnet.errors import LeaseLost, MeshnetError, NotAuthorized, RequestError, TrackerUnavailable
+from meshnet.node.identity import NodeIdentity
 from meshnet.node.settings import NodeSettings
 from meshnet.node.shard import ShardKeeper
 from meshnet.node.worker import WorkerPlan
 from meshnet.rpc.client import WorkerPool
 from meshnet.tracker.client import TrackerClient
-from meshnet.tracker.messages import VERSION, Departure, Heartbeat, Lease, Registration
+from meshnet.tracker.messages import Departure, Heartbeat, Lease
 
 log = logging.getLogger(__name__)
 
@@ -25,14 +26,15 @@ class Agent:
 
     def __init__(
         self,
-        node_id: str,
+        identity: NodeIdentity,
         tracker: TrackerClient,
         plans: Sequence[WorkerPlan],
         settings: NodeSettings | None = None,
         *,
         on_ready: Callable[[Shard], None] = lambda shard: None,
     ) -> None:
-        self._node_id = node_id
+        self._identity = identity
+        self._node_id = identity.node_id
         self._tracker = tracker
         self._settings = settings or NodeSettings()
         self._instance = secrets.token_hex(16)
@@ -41,7 +43,8 @@ class Agent:
         self._changed = asyncio.Event()
         self._leaving = False
         self._keepers = [
-            ShardKeeper(node_id, plan, self._settings, on_ready=on_ready, on_change=self._changed.set) for plan in plans
+            ShardKeeper(identity.node_id, plan, self._settings, on_ready=on_ready, on_change=self._changed.set)
+            for plan in plans
         ]
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -53,6 +56,7 @@ class Agent:
             WorkerError: a worker could not be started for the first time.
             ArtifactError: the model file was changed or replaced while it was served.
             NotAuthorized: the tracker refused the join token at the first contact.
+            IdentityRefused: the node's id has another key at the tracker, or the node runs on another machine.
             LeaseLost: another process registered with this node's id.
         """
         async with WorkerPool() as pool:
@@ -84,7 +88,8 @@ class Agent:
             self._changed.clear()
             try:
                 if self._lease is None:
-                    registration = Registration(instance=self._instance, version=VERSION)
+                    challenge = await self._tracker.challenge(self._node_id)
+                    registration = self._identity.registration(self._instance, challenge.nonce)
                     self._lease = await self._tracker.register(self._node_id, registration)
                     log.info("registered as node %s, lease epoch %d", self._node_id, self._lease.lease_epoch)
                 await self._heartbeat(self._lease, pool)

@@ -1,19 +1,16 @@
-"""What makes a node the same node after a restart: its id, in a directory that one agent holds at a time."""
+"""What makes a node the same node after a restart: its id and key, in a directory that one agent holds at a time."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import secrets
-import socket
-import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 from meshnet.artifact.store import store_root
 from meshnet.errors import UsageError
+from meshnet.node.identity import NodeIdentity, machine_of, make_key, node_id_of, read_key, write_private
 from meshnet.tracker.app import NODE_ID
 from meshnet.tracker.exclusive import only_process
 
@@ -22,8 +19,8 @@ MAX_AGENTS = 100
 
 
 @contextmanager
-def node_identity(state_dir: Path | None = None) -> Iterator[str]:
-    """The node id kept in ``state_dir``, made at the first use, and held while the block runs.
+def node_identity(state_dir: Path | None = None) -> Iterator[NodeIdentity]:
+    """The identity kept in ``state_dir``, made at the first use, and held while the block runs.
 
     Without ``state_dir`` it is the first of ``<store>/nodes/1``, ``2``, … that no running agent holds, so that several
     agents on one machine are several nodes and each is the same node again after a restart.
@@ -37,7 +34,7 @@ def node_identity(state_dir: Path | None = None) -> Iterator[str]:
             state_dir = _first_free(store_root() / "nodes", held)
         else:
             held.enter_context(_only_agent(state_dir))
-        yield _read_or_make(state_dir / "node.json")
+        yield _read_or_make(state_dir)
 
 
 def _only_agent(state_dir: Path) -> AbstractContextManager[None]:
@@ -60,31 +57,25 @@ def _first_free(nodes: Path, held: ExitStack) -> Path:
     raise UsageError(f"no free node state under {nodes}: {refusal}")
 
 
-def _read_or_make(path: Path) -> str:
+def _read_or_make(state_dir: Path) -> NodeIdentity:
+    # The key first: killed between the two, the next start makes the same id from it.
+    key_file, id_file = state_dir / "node.key", state_dir / "node.json"
+    node_id = _read_id(id_file)
+    # An id without a key is from before there were keys. It is kept: the tracker knows the node by it.
+    key = read_key(key_file) or make_key(key_file)
+    if node_id is None:
+        node_id = node_id_of(key)
+        write_private(id_file, json.dumps({"node_id": node_id}).encode())
+    return NodeIdentity(node_id=node_id, machine=machine_of(key_file), key=key)
+
+
+def _read_id(path: Path) -> str | None:
     try:
         node_id = json.loads(path.read_text())["node_id"]
     except FileNotFoundError:
-        node_id = _new_node_id()
-        _write(path, {"node_id": node_id})
+        return None
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise UsageError(f"{path} is damaged ({error!r}); delete it to become a new node") from error
     if not isinstance(node_id, str) or not re.fullmatch(NODE_ID, node_id):
         raise UsageError(f"{path} holds no valid node id; delete it to become a new node")
     return node_id
-
-
-def _new_node_id() -> str:
-    host = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname().partition(".")[0]).strip("-")[:40]
-    return f"{host or 'node'}-{secrets.token_hex(4)}"
-
-
-def _write(path: Path, value: dict[str, str]) -> None:
-    # Whole or not at all: a half-written id would make a new node of this machine.
-    try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(value, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(file.name, path)
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from error

@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from meshnet.core import Noun
 from meshnet.errors import (
     ArtifactError,
+    IdentityRefused,
     LeaseLost,
     MeshnetError,
     NoRoute,
@@ -76,6 +77,7 @@ FAULTS = (
     Fault(ArtifactError, 422, "bad_artifact"),
     Fault(NoRoute, 503, "no_route"),
     Fault(LeaseLost, 409, "lease_lost"),
+    Fault(IdentityRefused, 403, "identity_refused"),
     Fault(TrackerUnavailable, 503, "tracker_unavailable"),
 )
 
@@ -89,6 +91,10 @@ def create_app(tracker: Tracker, join_token: str) -> FastAPI:
             raise NotAuthorized("wrong or missing join token; pass the one that `meshnet serve` printed")
 
     guarded = [Depends(authorized)]
+
+    @app.post(PREFIX + "/nodes/{node_id}/challenge", dependencies=guarded)
+    async def challenge(node_id: NodeId) -> Response:
+        return _json(tracker.registry.challenge(node_id))
 
     @app.post(PREFIX + "/nodes/{node_id}/lease", dependencies=guarded)
     async def register(node_id: NodeId, request: Request) -> Response:

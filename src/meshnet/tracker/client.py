@@ -16,6 +16,7 @@ from meshnet.artifact.bundle import Bundle
 from meshnet.core import FinishCause, Noun, RouteSession, ServedModel
 from meshnet.errors import (
     ArtifactError,
+    IdentityRefused,
     LeaseLost,
     MeshnetError,
     NoRoute,
@@ -28,6 +29,7 @@ from meshnet.errors import (
 )
 from meshnet.tracker.messages import (
     PREFIX,
+    Challenge,
     Departure,
     Heartbeat,
     Lease,
@@ -78,7 +80,12 @@ class TrackerClient:
     ) -> None:
         await self.close()
 
+    async def challenge(self, node_id: str) -> Challenge:
+        """What to sign in order to register."""
+        return _read(Challenge, await self._call("POST", f"/nodes/{node_id}/challenge"))
+
     async def register(self, node_id: str, registration: Registration) -> Lease:
+        """Raises ``IdentityRefused``, or ``LeaseLost`` if the challenge is too old."""
         return _read(Lease, await self._call("POST", f"/nodes/{node_id}/lease", registration))
 
     async def heartbeat(self, node_id: str, beat: Heartbeat) -> None:
@@ -206,6 +213,8 @@ def _error_from(answer: httpx.Response, url: str) -> MeshnetError:
             return RequestError(message, param=told.get("param"))
         case "no_route":
             return NoRoute(message)
+        case "identity_refused":
+            return IdentityRefused(message)
         case "lease_lost":
             return LeaseLost(message, superseded=bool(told.get("superseded")))
     return TrackerUnavailable(f"the tracker at {url} failed ({answer.status_code} {code}): {message}")

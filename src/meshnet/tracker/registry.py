@@ -16,9 +16,10 @@ from pydantic import ValidationError
 from sqlalchemy import delete, select
 
 from meshnet.core import Shard
-from meshnet.errors import LeaseLost, RequestError
+from meshnet.errors import IdentityRefused, LeaseLost, RequestError
 from meshnet.tracker.database import Database, ModelRow, NodeRow, ShardRow
-from meshnet.tracker.messages import Departure, Heartbeat, Lease, Registration, ShardAdvertisement
+from meshnet.tracker.identity import Challenges
+from meshnet.tracker.messages import Challenge, Departure, Heartbeat, Lease, Registration, ShardAdvertisement
 from meshnet.tracker.settings import TrackerSettings
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,10 @@ class KnownModel:
 
 @dataclass
 class Node:
-    """One known node. ``reported_s`` is its last report on the registry's clock; a live lease runs from it."""
+    """One known node. ``reported_s`` is its last report on the registry's clock; a live lease runs from it.
+
+    ``public_key`` and ``machine`` are None for a node that has not registered since nodes have keys.
+    """
 
     node_id: str
     lease_epoch: int
@@ -48,6 +52,8 @@ class Node:
     state: str
     last_seen_unix_s: float
     reported_s: float
+    public_key: str | None = None
+    machine: str | None = None
     shards: dict[str, ShardAdvertisement] = field(default_factory=dict)
 
 
@@ -62,6 +68,7 @@ class Registry:
         self._clock = clock
         self._nodes: dict[str, Node] = {}
         self._models: dict[tuple[str, str], KnownModel] = {}
+        self._challenges = Challenges(self.now_s)
         # Held over each change of a node, so that memory and database change in the same order.
         self._changing = asyncio.Lock()
 
@@ -78,6 +85,8 @@ class Registry:
                     state=row.state,
                     last_seen_unix_s=row.last_seen_unix_s,
                     reported_s=now_s,
+                    public_key=row.public_key,
+                    machine=row.machine,
                 )
             for shard_row in await session.scalars(select(ShardRow)):
                 try:
@@ -92,10 +101,25 @@ class Registry:
             for model_row in await session.scalars(select(ModelRow)):
                 self._remember(_known(model_row))
 
+    def challenge(self, node_id: str) -> Challenge:
+        """What a node has to sign to register."""
+        return self._challenges.issue(node_id)
+
     async def register(self, node_id: str, registration: Registration) -> Lease:
-        """Give a node a lease with a raised epoch. Whatever it advertised under an earlier lease is withdrawn."""
+        """Give a node a lease with a raised epoch. Whatever it advertised under an earlier lease is withdrawn.
+
+        The first key that registers with an id is bound to it for good. A live lease can be taken over on the same
+        machine only: there it is the same node, started again.
+
+        Raises:
+            LeaseLost: the challenge is not good any more.
+            IdentityRefused: the signature or the key is wrong, or the node is alive on another machine.
+        """
+        self._challenges.check(node_id, registration)
         async with self._changing:
             known = self._nodes.get(node_id)
+            if known is not None:
+                self._check_identity(known, registration)
             node = Node(
                 node_id=node_id,
                 lease_epoch=known.lease_epoch + 1 if known else 1,
@@ -104,6 +128,8 @@ class Registry:
                 state=LIVE,
                 last_seen_unix_s=time.time(),
                 reported_s=self.now_s(),
+                public_key=registration.public_key,
+                machine=registration.machine,
             )
             await self._store(node)
             self._nodes[node_id] = node
@@ -177,6 +203,21 @@ class Registry:
         """Artifacts ever advertised, by name and digest."""
         return tuple(model for _, model in sorted(self._models.items()))
 
+    def _check_identity(self, known: Node, registration: Registration) -> None:
+        if known.public_key not in (None, registration.public_key):
+            raise IdentityRefused(
+                f"node {known.node_id} is known here with another key; restore its node.key, or delete node.json in "
+                "the state directory to become a new node"
+            )
+        live = known.state == LIVE and self._in_time(known)
+        if live and known.machine not in (None, registration.machine):
+            silent_s = self.now_s() - known.reported_s
+            raise IdentityRefused(
+                f"node {known.node_id} is running elsewhere (last seen {silent_s:.1f} s ago): its identity was copied, "
+                "or has moved here while it still runs there. Stop it there and start this one "
+                f"{self._settings.lease_ttl_s:g} s later, or give this one a --state-dir of its own"
+            )
+
     def _in_time(self, node: Node) -> bool:
         return self.now_s() < node.reported_s + self._settings.lease_ttl_s
 
@@ -230,6 +271,8 @@ class Registry:
                     version=node.version,
                     state=node.state,
                     last_seen_unix_s=node.last_seen_unix_s,
+                    public_key=node.public_key,
+                    machine=node.machine,
                 )
             )
             await session.execute(delete(ShardRow).where(ShardRow.node_id == node.node_id))
@@ -239,6 +282,7 @@ class Registry:
                     node_id=node.node_id,
                     shard=advertised.shard.model_dump(mode="json"),
                     worker_key=advertised.worker_key,
+                    proven=False,
                 )
                 for advertised in node.shards.values()
             )
