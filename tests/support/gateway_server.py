@@ -17,7 +17,14 @@ from tests.support.http import running
 API_KEY = "test-key-5d2f"
 
 #: Time limits short enough for tests, with room for a busy machine.
-TEST_SETTINGS = GatewaySettings(api_keys=(API_KEY,), call_timeout_s=5.0, close_timeout_s=2.0, step_timeout_s=20.0)
+TEST_SETTINGS = GatewaySettings(
+    api_keys=(API_KEY,),
+    call_timeout_s=5.0,
+    close_timeout_s=2.0,
+    step_timeout_s=20.0,
+    repair_timeout_s=0.3,
+    repair_poll_s=0.02,
+)
 
 
 @asynccontextmanager

@@ -18,6 +18,7 @@ from meshnet.core import Shard
 from meshnet.rpc.client import REFUSAL_METADATA, SERVICE
 from meshnet.rpc.convert import shard_from_description
 from meshnet.rpc.generated import shard_pb2 as pb
+from meshnet.rpc.prefix import prefix_hash
 
 BOS, EOS, N_VOCAB = 256, 257, 258
 
@@ -50,6 +51,8 @@ class ShardServer:
     worker_key: bytes = b""
     #: What Generate says; the end-of-generation token and ``finished`` follow by themselves.
     script: Sequence[Step] = (b"Hello", b" ", b"world")
+    #: What the first Generate calls say instead, one after the other.
+    first_scripts: list[Sequence[Step]] = field(default_factory=list)
     #: Refuses Open, if set.
     open_refusal: pb.RefusalDetail | None = None
     #: Open waits for this.
@@ -62,6 +65,9 @@ class ShardServer:
     tokenized: list[pb.TokenizeRequest] = field(default_factory=list)
     #: Sessions in the order in which Close found them.
     closed: list[bytes] = field(default_factory=list)
+    #: Tokens that each session holds, as Open tells a gateway that opens it again.
+    held_tokens: dict[bytes, list[int]] = field(default_factory=dict)
+    touched: list[bytes] = field(default_factory=list)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     generating: asyncio.Event = field(default_factory=asyncio.Event)
     _server: Any = None
@@ -75,6 +81,7 @@ class ShardServer:
             "Detokenize": (self._detokenize, pb.DetokenizeRequest),
             "Open": (self._open, pb.OpenRequest),
             "Close": (self._close, pb.CloseRequest),
+            "Touch": (self._touch, pb.TouchRequest),
         }
         handlers = {
             name: grpc.unary_unary_rpc_method_handler(
@@ -124,6 +131,8 @@ class ShardServer:
             build_id="test build",
             engine="test",
             max_step_tokens=64,
+            chunk_tokens=32,
+            can_rollback=True,
             chat_template=self.chat_template,
             bos_token="<bos>",
             eos_token="<eos>",
@@ -153,7 +162,8 @@ class ShardServer:
             await self.open_gate.wait()
         if self.open_refusal is not None:
             await _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, self.open_refusal)
-        if len(self.sessions) >= self.slots:
+        before = self.sessions.get(request.ticket.session_id)
+        if before is None and len(self.sessions) >= self.slots:
             detail = pb.RefusalDetail(refusal=pb.REFUSAL_NO_CAPACITY, message="all slots are taken")
             await _refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, detail)
         if request.token_capacity > self.session_tokens:
@@ -163,7 +173,16 @@ class ShardServer:
             await _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, detail)
         self.sessions[request.ticket.session_id] = request
         self.opened.append(request)
-        return pb.OpenResponse()
+        held = self.held_tokens.get(request.ticket.session_id, [])
+        answer = pb.OpenResponse(cached_tokens=len(held), prefix_hash=prefix_hash(held))
+        if before is not None:
+            answer.ended.CopyFrom(self._stats(before))
+        return answer
+
+    async def _touch(self, request: pb.TouchRequest, context: Any) -> pb.TouchResponse:
+        await self._check_ticket(request.ticket, context)
+        self.touched.append(request.ticket.session_id)
+        return pb.TouchResponse(known=request.ticket.session_id in self.sessions)
 
     async def _close(self, request: pb.CloseRequest, context: Any) -> pb.CloseResponse:
         await self._check_ticket(request.ticket, context)
@@ -171,7 +190,10 @@ class ShardServer:
         if opened is None:
             return pb.CloseResponse(known=False)
         self.closed.append(request.ticket.session_id)
-        stats = pb.HopStats(
+        return pb.CloseResponse(known=True, stats=self._stats(opened))
+
+    def _stats(self, opened: pb.OpenRequest) -> pb.HopStats:
+        return pb.HopStats(
             hop_index=opened.hop_index,
             shard_id=self.shard_id,
             layers=opened.layers,
@@ -184,7 +206,6 @@ class ShardServer:
             decode_tokens=6,
             sample_us=500,
         )
-        return pb.CloseResponse(known=True, stats=stats)
 
     async def _generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateEvent]:
         await self._check_ticket(request.ticket, context)
@@ -193,10 +214,11 @@ class ShardServer:
             await _refuse(context, grpc.StatusCode.NOT_FOUND, detail)
         self.generated.append(request)
         self.generating.set()
-        position = len(request.tokens)
+        position = request.cached_tokens + len(request.tokens)
         count = 0
+        script = self.first_scripts.pop(0) if self.first_scripts else self.script
         try:
-            for step in self.script:
+            for step in script:
                 if isinstance(step, asyncio.Event):
                     await step.wait()
                 elif isinstance(step, pb.GenerateEvent):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -197,10 +198,10 @@ async def test_cancelled_while_the_tracker_chooses_a_route() -> None:
     entered, gate = asyncio.Event(), asyncio.Event()
 
     class Slow(StaticRoutes):
-        async def open_session(self, model: str, *, avoid_shards: Sequence[str] = ()) -> RouteSession:
+        async def open_session(self, model: str, **wanted: Any) -> RouteSession:
             entered.set()
             await gate.wait()
-            return await super().open_session(model, avoid_shards=avoid_shards)
+            return await super().open_session(model, **wanted)
 
     async with mesh(ShardServer(), routes=Slow(())) as (generations, routes):
 
@@ -221,9 +222,9 @@ async def test_a_tracker_that_does_not_answer_in_time() -> None:
     gate = asyncio.Event()
 
     class Slow(StaticRoutes):
-        async def open_session(self, model: str, *, avoid_shards: Sequence[str] = ()) -> RouteSession:
+        async def open_session(self, model: str, **wanted: Any) -> RouteSession:
             await gate.wait()
-            return await super().open_session(model, avoid_shards=avoid_shards)
+            return await super().open_session(model, **wanted)
 
     async with mesh(ShardServer(), routes=Slow(()), call_timeout_s=0.1) as (generations, routes):
         with pytest.raises(TrackerUnavailable, match=r"no route within 0\.1 s"):
@@ -402,7 +403,7 @@ async def test_a_broken_hop_is_named(step: object, kind: type[MeshnetError], rea
 
 
 async def test_a_head_that_says_too_much() -> None:
-    script = [pb.GenerateEvent(token=pb.GeneratedToken(piece=b"x"))] * 20
+    script = [pb.GenerateEvent(token=pb.GeneratedToken(piece=b"x", position=3 + n)) for n in range(20)]
     async with mesh(ShardServer(script=script)) as (generations, _):
         with pytest.raises(HopLost, match="more than the 5 tokens"):
             async with generations.start(request(answer_tokens=5)) as generation:
@@ -457,8 +458,8 @@ async def test_a_lost_hop_is_missing_from_telemetry_and_does_not_hold_up_the_res
 
 async def test_a_tracker_that_fails_at_the_end_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
     class Forgetful(StaticRoutes):
-        async def close_session(self, session_id: str, *, finish_cause: FinishCause, generated_tokens: int) -> None:
-            await super().close_session(session_id, finish_cause=finish_cause, generated_tokens=generated_tokens)
+        async def close_session(self, session_id: str, **end: Any) -> None:
+            await super().close_session(session_id, **end)
             raise MeshnetError("the tracker is away")
 
     async with mesh(ShardServer(), routes=Forgetful(())) as (generations, _):

@@ -42,6 +42,13 @@ def serve(
     lease_ttl_s: Annotated[
         float, typer.Option("--lease-ttl-s", help="A node silent for this long is lost, in seconds.")
     ] = 6.0,
+    step_timeout_s: Annotated[
+        float, typer.Option("--step-timeout-s", help="A hop that needs longer for one step is lost, in seconds.")
+    ] = 60.0,
+    repair_timeout_s: Annotated[
+        float,
+        typer.Option("--repair-timeout-s", help="How long an answer whose route broke waits for another, in seconds."),
+    ] = 30.0,
     json_events: Annotated[bool, typer.Option("--json", help="Print a JSON line when ready, and no secrets.")] = False,
     exit_with_parent: Annotated[bool, typer.Option("--exit-with-parent", hidden=True)] = False,
 ) -> None:
@@ -72,6 +79,8 @@ def serve(
             database=database,
             heartbeat_s=heartbeat_s,
             lease_ttl_s=lease_ttl_s,
+            step_timeout_s=step_timeout_s,
+            repair_timeout_s=repair_timeout_s,
             json_events=json_events,
             with_parent=exit_with_parent,
         )
@@ -89,6 +98,8 @@ async def _serve(
     database: str | None,
     heartbeat_s: float,
     lease_ttl_s: float,
+    step_timeout_s: float,
+    repair_timeout_s: float,
     json_events: bool,
     with_parent: bool,
 ) -> None:
@@ -127,7 +138,10 @@ async def _serve(
             from meshnet.gateway.app import create_app as create_gateway_app
             from meshnet.gateway.settings import GatewaySettings
 
-            application = create_gateway_app(source, GatewaySettings(api_keys=(api_key.value,)))
+            gateway_settings = GatewaySettings(
+                api_keys=(api_key.value,), step_timeout_s=step_timeout_s, repair_timeout_s=repair_timeout_s
+            )
+            application = create_gateway_app(source, gateway_settings)
             if tracker_app is not None:
                 application = hosting.side_by_side(tracker_app, application)
         elif tracker_app is not None:

@@ -19,6 +19,7 @@ from meshnet.errors import (
     NotAuthorized,
     Overloaded,
     PromptTooLong,
+    RepairFailed,
     RequestError,
     TrackerUnavailable,
     UnknownModel,
@@ -100,6 +101,7 @@ KINDS: tuple[tuple[type[Exception], int, str, str], ...] = (
     (NoRoute, 503, _SERVER, "no_route"),
     (HopLost, 502, _SERVER, "hop_lost"),
     (HopRefused, 502, _SERVER, "hop_refused"),
+    (RepairFailed, 502, _SERVER, "repair_failed"),
     (DeadlineExceeded, 504, _SERVER, "deadline_exceeded"),
     (TrackerUnavailable, 503, _SERVER, "tracker_unavailable"),
 )

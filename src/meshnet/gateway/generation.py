@@ -1,25 +1,31 @@
-"""One Route Session from Open to Close: the prompt, admission, the tokens as they come, the end."""
+"""One answer from its prompt to its end: admission, the tokens as they come, repairs of the route, the end."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshnet.core import FinishCause, Route, RouteSession, Telemetry
-from meshnet.errors import BadParameter, DeadlineExceeded, HopLost, HopRefused, PromptTooLong
+from meshnet.core import FinishCause, HopWork, RepairTelemetry, Route, Telemetry
+from meshnet.errors import BadParameter, DeadlineExceeded, HopLost, HopRefused, PromptTooLong, RepairFailed
 from meshnet.gateway.background import Background
 from meshnet.gateway.hops import RouteHops
+from meshnet.gateway.leg import Leg
 from meshnet.gateway.metrics import GatewayMetrics
 from meshnet.gateway.prompts import Prompt, prompt_tokens
+from meshnet.gateway.repair import Repaired, Repairer
+from meshnet.gateway.resume import Verdict, verdict
 from meshnet.gateway.settings import GatewaySettings
-from meshnet.rpc.client import GenerateCall, refusal_name
+from meshnet.rpc.client import refusal_name
 from meshnet.rpc.convert import ticket_to_message
 from meshnet.rpc.generated import shard_pb2 as pb
 from meshnet.telemetry.generation import Timeline, build_telemetry
+
+_log = logging.getLogger(__name__)
 
 _FINISH_CAUSES = {
     pb.FINISH_EOG: FinishCause.EOG,
@@ -32,6 +38,9 @@ _TOO_LONG = refusal_name(pb.REFUSAL_TOO_LONG)
 
 # llama.cpp takes this seed as "choose one at random".
 _RANDOM_SEED = 0xFFFFFFFF
+
+#: Called once, with the session's id, finish cause, number of generated tokens, and what its hops did.
+OnEnd = Callable[[str, FinishCause, int, Sequence[HopWork]], Coroutine[Any, Any, None]]
 
 
 @dataclass(frozen=True)
@@ -51,34 +60,46 @@ class GenerationRequest:
 
 
 class Generation:
-    """A session that is bound to a route. ``open`` it, read tokens, and ``end`` or ``abort`` it in any case.
+    """An answer that is bound to a route. ``open`` it, read tokens, and ``end`` or ``abort`` it in any case.
 
-    ``on_end`` is called once, with the session's id, finish cause and number of generated tokens.
+    A route that breaks while tokens are read is repaired: the answer goes on with the token that an unbroken route
+    would have given.
     """
 
     def __init__(
         self,
-        session: RouteSession,
+        request: GenerationRequest,
         hops: RouteHops,
         timeline: Timeline,
         *,
         settings: GatewaySettings,
         metrics: GatewayMetrics,
         background: Background,
-        on_end: Callable[[str, FinishCause, int], Coroutine[Any, Any, None]],
+        repairer: Repairer,
+        on_end: OnEnd,
     ) -> None:
-        self._session = session
-        self._hops = hops
+        self._request = request
+        self._leg = Leg(hops, [0] * len(hops.hops))
         self._timeline = timeline
         self._settings = settings
         self._metrics = metrics
         self._background = background
+        self._repairer = repairer
         self._on_end = on_end
-        self._call: GenerateCall | None = None
         self._ending: asyncio.Task[None] | None = None
         self._finished: pb.Finished | None = None
-        self._lost_hop: int | None = None
+        self._last_token: pb.GeneratedToken | None = None
+        self._tokens: list[int] = []  # prompt and answer
         self._max_tokens = 0
+        self._sampling = pb.SamplingParams()
+        self._chunk_tokens = 0
+        self._can_rollback = True
+        self._lost: set[str] = set()
+        self._doubted: set[str] = set()
+        self._ended_legs: list[Leg] = []
+        self._dropping: list[asyncio.Task[None]] = []
+        self._repairs: list[RepairTelemetry] = []
+        self._refill_from_s: float | None = None
         self._ended_s = 0.0
         self.prompt_tokens = 0
         self.generated_tokens = 0
@@ -87,7 +108,11 @@ class Generation:
 
     @property
     def model(self) -> str:
-        return self._session.route.shards[0].model
+        return self._leg.hops.session.route.shards[0].model
+
+    @property
+    def session_id(self) -> str:
+        return self._leg.hops.session.session_id
 
     @property
     def telemetry(self) -> Telemetry:
@@ -99,18 +124,19 @@ class Generation:
         if self.finish_cause is None or self._ending is None or not self._ending.done():
             raise RuntimeError("telemetry is complete only after the generation has ended")
         return build_telemetry(
-            self._session,
+            [leg.stats for leg in (*self._ended_legs, self._leg)],
             prompt_tokens=self.prompt_tokens,
             cached_tokens=0,
             generated_tokens=self.generated_tokens,
             timeline=self._timeline,
             ended_s=self._ended_s,
             finish_cause=self.finish_cause,
-            finished=self._finished,
-            stats=self._hops.stats,
+            # The head of the last leg did not see the others.
+            finished=None if self._ended_legs else self._finished,
+            repairs=self._repairs,
         )
 
-    async def open(self, request: GenerationRequest, description: pb.DescribeResponse) -> None:
+    async def open(self, description: pb.DescribeResponse) -> None:
         """Tokenize on the head, check that everything fits, open every hop in parallel, start generating.
 
         ``description`` is that of the route's artifact.
@@ -119,50 +145,55 @@ class Generation:
             BadParameter, PromptTooLong: the request is at fault.
             HopRefused, HopLost: a hop is; another route may do.
         """
+        request = self._request
         _check_logit_bias(request, description)
-        timeout_s = self._settings.call_timeout_s
-        limit = _limit_tokens(self._session.route)
+        hops = self._leg.hops
+        limit = _limit_tokens(hops.session.route)
         tokens = await prompt_tokens(
-            request.prompt, self._hops.head, description, limit_tokens=limit, timeout_s=timeout_s
+            request.prompt, hops.head, description, limit_tokens=limit, timeout_s=self._settings.call_timeout_s
         )
         self.prompt_tokens = len(tokens)
         if len(tokens) + (request.answer_tokens or 1) > limit:
             raise _too_long(request, len(tokens), limit)
         self._max_tokens = request.answer_tokens or limit - len(tokens)
         try:
-            await self._hops.open(len(tokens) + self._max_tokens)
+            await hops.open(len(tokens) + self._max_tokens)
         except HopRefused as error:
             # A hop may hold fewer tokens than it advertised; the prompt is at fault only if it alone is over the limit.
             if error.refusal == _TOO_LONG and 0 < error.limit <= len(tokens):
                 raise _too_long(request, len(tokens), error.limit) from error
             raise
-        self._start(request, tokens)
+        self._tokens = list(tokens)
+        self._sampling.CopyFrom(request.sampling)
+        self._sampling.seed = secrets.randbelow(_RANDOM_SEED) if request.seed is None else request.seed % _RANDOM_SEED
+        self._can_rollback = description.can_rollback
+        # Said here, so that a repaired route computes the prompt in the same steps.
+        self._chunk_tokens = min(
+            description.chunk_tokens, *(shard.max_step_tokens for shard in hops.session.route.shards)
+        )
+        self._metrics.prompt_tokens.labels(self.model).inc(len(tokens))
+        self._timeline.generate_s = time.monotonic()
+        self._start()
 
     async def next_token(self) -> pb.GeneratedToken | None:
         """The next token; ``None`` at a regular end (``finish_cause`` then says which).
 
         Raises:
-            HopLost, HopRefused: a hop was lost or failed; the error names it.
+            HopLost, HopRefused: a hop was lost or failed, and the route could not be repaired; the error names the hop.
+            RepairFailed: the same, after looking for another route.
             DeadlineExceeded: the answer takes too long altogether.
         """
-        if self._call is None:
-            raise RuntimeError("the generation is not open")
         while True:
-            event = await self._next_event(self._call)
-            kind = event.WhichOneof("event")
-            if kind == "token":
-                self._count_token()
-                return event.token
-            if kind == "finished":
-                cause = _FINISH_CAUSES.get(event.finished.cause)
-                if cause is None:
-                    raise self._protocol_error(f"ended the answer for an unknown cause ({event.finished.cause})")
-                self._finished = event.finished
-                self.finish_cause = cause
-                return None
-            if kind == "failed":
-                raise self._hops.failure(event.failed)
-            # Prefill progress, and events of newer workers, only show that the head is alive.
+            try:
+                token = await self._leg_token()
+            except (HopLost, HopRefused) as error:
+                # The last token may have come without the word that it was the last.
+                self.finish_cause = self._implied_end()
+                if self.finish_cause is not None:
+                    return None
+                await self._repair(error)
+            else:
+                return token
 
     def stop(self) -> None:
         """A stop string was found: the answer is complete though the model would go on."""
@@ -171,7 +202,7 @@ class Generation:
     async def abort(self, error: BaseException) -> None:
         """End because of ``error``: a failure, or else (cancellation) the client went away."""
         if isinstance(error, HopLost):
-            self._lost_hop = error.hop_index
+            self._lost.add(error.shard_id)
         await self.end(FinishCause.FAILED if isinstance(error, Exception) else FinishCause.CANCELLED)
 
     async def end(self, cause: FinishCause) -> None:
@@ -182,60 +213,170 @@ class Generation:
         await asyncio.shield(self._ending)
 
     async def _end(self, cause: FinishCause) -> None:
-        if self._call is not None:
-            self._call.cancel()
-        await self._hops.close(lost_hop=self._lost_hop)
+        leg = self._leg
+        leg.cancel()
+        await leg.hops.close(unawaited=frozenset(self._lost))
+        if self._dropping:
+            await asyncio.wait(self._dropping)
         self._ended_s = time.monotonic()
         self._metrics.finished.labels(cause.value).inc()
+        work = [work for each in (*self._ended_legs, leg) if each.call is not None for work in each.work()]
         # The client need not wait for the tracker.
-        self._background.run(self._on_end(self._session.session_id, cause, self.generated_tokens))
+        self._background.run(self._on_end(self.session_id, cause, self.generated_tokens, work))
 
-    def _start(self, request: GenerationRequest, tokens: list[int]) -> None:
-        sampling = pb.SamplingParams()
-        sampling.CopyFrom(request.sampling)
-        sampling.seed = secrets.randbelow(_RANDOM_SEED) if request.seed is None else request.seed % _RANDOM_SEED
-        head = self._hops.head
-        self._metrics.prompt_tokens.labels(self.model).inc(len(tokens))
-        self._timeline.generate_s = time.monotonic()
-        self._call = head.worker.generate(
+    def _start(self) -> None:
+        leg = self._leg
+        start = leg.resume_at[0]
+        known = len(self._tokens)
+        head = leg.hops.head
+        leg.start(
             pb.GenerateRequest(
                 ticket=ticket_to_message(head.ticket),
-                tokens=tokens,
-                sampling=sampling,
-                max_new_tokens=self._max_tokens,
-                ignore_eog=request.ignore_eos,
+                tokens=self._tokens[start:],
+                cached_tokens=start,
+                prefix_hash=leg.prefix_hash(self._tokens),
+                sampling=self._sampling,
+                max_new_tokens=self._max_tokens - self.generated_tokens,
+                ignore_eog=self._request.ignore_eos,
                 step_timeout_ms=round(self._settings.step_timeout_s * 1e3),
-            )
+                chunk_tokens=self._chunk_tokens,
+                replayed_tokens=known - max(start, self.prompt_tokens),
+                resume_at=leg.resume_at if self._ended_legs else (),
+            ),
+            known,
         )
 
-    async def _next_event(self, call: GenerateCall) -> pb.GenerateEvent:
-        deadline_s = self._timeline.received_s + self._settings.generation_deadline_s
+    async def _leg_token(self) -> pb.GeneratedToken | None:
+        while True:
+            event = await self._next_event()
+            kind = event.WhichOneof("event")
+            if kind == "token":
+                self._take_token(event.token)
+                return event.token
+            if kind == "finished":
+                cause = _FINISH_CAUSES.get(event.finished.cause)
+                if cause is None:
+                    raise self._leg.protocol_error(f"ended the answer for an unknown cause ({event.finished.cause})")
+                self._finished = event.finished
+                self.finish_cause = cause
+                return None
+            if kind == "failed":
+                raise self._leg.hops.failure(event.failed)
+            # Prefill progress, and events of newer workers, only show that the head is alive.
+
+    async def _next_event(self) -> pb.GenerateEvent:
         silence_s = self._settings.step_timeout_s + self._settings.step_grace_s
         try:
-            event = await call.read(timeout_s=max(0.0, min(silence_s, deadline_s - time.monotonic())))
+            return await self._leg.next_event(timeout_s=max(0.0, min(silence_s, self._deadline_s - time.monotonic())))
         except HopLost as error:
-            if time.monotonic() < deadline_s:
-                raise
+            self._check_deadline(error)
+            raise
+
+    @property
+    def _deadline_s(self) -> float:
+        return self._timeline.received_s + self._settings.generation_deadline_s
+
+    def _check_deadline(self, error: Exception) -> None:
+        if time.monotonic() >= self._deadline_s:
             raise DeadlineExceeded(
                 f"the answer took longer than {self._settings.generation_deadline_s:g} s; ask for fewer tokens"
             ) from error
-        if event is None:
-            raise self._protocol_error("ended its stream without saying why")
-        return event
 
-    def _count_token(self) -> None:
+    def _take_token(self, token: pb.GeneratedToken) -> None:
         now = time.monotonic()
+        if self.generated_tokens >= self._max_tokens:
+            raise self._leg.protocol_error(f"sent more than the {self._max_tokens} tokens that were asked for")
+        if token.position != len(self._tokens):
+            raise self._leg.protocol_error(f"sent a token for position {token.position}, not {len(self._tokens)}")
         last = self._timeline.last_token_s
         self._timeline.first_token_s = self._timeline.first_token_s or now
         self._timeline.last_token_s = now
+        if self._refill_from_s is not None:
+            self._note_refill(now)
         self.generated_tokens += 1
-        if self.generated_tokens > self._max_tokens:
-            raise self._protocol_error(f"sent more than the {self._max_tokens} tokens that were asked for")
+        self._leg.new_tokens += 1
+        self._tokens.append(token.token)
+        self._last_token = token
         self._metrics.token(self.model, None if last is None else now - last, now - self._timeline.received_s)
 
-    def _protocol_error(self, what: str) -> HopLost:
-        head = self._hops.head
-        return HopLost(f"{head.worker} {what}", hop_index=0, shard_id=head.shard.shard_id)
+    def _implied_end(self) -> FinishCause | None:
+        """The end that the tokens received so far are, whether or not the head could still say so."""
+        if self._last_token is not None and self._last_token.is_eog and not self._request.ignore_eos:
+            return FinishCause.EOG
+        if self.generated_tokens and self.generated_tokens >= self._max_tokens:
+            return FinishCause.LENGTH
+        return None
+
+    async def _repair(self, error: HopLost | HopRefused) -> None:
+        """Put another leg in place of the broken one, and start it. Raises ``error``, or one that explains, if not."""
+        noticed_s = time.monotonic()
+        broken = self._leg
+        broken.cancel()
+        found = verdict(error, error.shard_id in self._doubted)
+        if found is Verdict.FATAL or len(self._repairs) >= self._settings.repair_attempts:
+            raise error
+        (self._lost if found is Verdict.LOST else self._doubted).add(error.shard_id)
+        _log.warning("%s; repairing the route", error, exc_info=error if isinstance(error, HopLost) else None)
+        try:
+            repaired = await self._repairer.repair(
+                broken,
+                self._lost,
+                self._tokens,
+                capacity_tokens=self.prompt_tokens + self._max_tokens,
+                can_rollback=self._can_rollback,
+                deadline_s=min(noticed_s + self._settings.repair_timeout_s, self._deadline_s),
+            )
+        except RepairFailed as failed:
+            self._check_deadline(error)
+            raise _unrepaired(error, failed) from error
+        self._replace(repaired, broken)
+        self._repairs.append(
+            RepairTelemetry(
+                epoch=self._leg.epoch,
+                cause=error.refusal if isinstance(error, HopRefused) else "hop_lost",
+                hop=error.shard_id,
+                detect_ms=_ms(noticed_s - broken.heard_s),
+                plan_ms=_ms(repaired.plan_s),
+                open_ms=_ms(repaired.open_s),
+                refill_ms=None,
+                layer_tokens=self._leg.layer_tokens(len(self._tokens)),
+                kept_layer_tokens=self._leg.kept_layer_tokens,
+                replacements=repaired.replacements,
+            )
+        )
+        self._metrics.repairs.labels(type(error).__name__).inc()
+        self._start()
+        self._refill_from_s = time.monotonic()
+
+    def _replace(self, repaired: Repaired, broken: Leg) -> None:
+        self._ended_legs.append(broken)
+        self._leg = repaired.leg
+        for hops, hop in repaired.dropped:
+            unawaited = frozenset(self._lost)
+            self._dropping.append(self._background.run(hops.close([hop], unawaited=unawaited)))
+        # Shards that compute fewer tokens at once change the steps: what is cached then ends in the middle of one.
+        chunk = min(self._chunk_tokens, *(hop.shard.max_step_tokens for hop in repaired.leg.hops.hops))
+        if chunk != self._chunk_tokens:
+            self._chunk_tokens = chunk
+            self._leg.resume_at = [0] * len(self._leg.resume_at)
+
+    def _note_refill(self, now_s: float) -> None:
+        if self._refill_from_s is not None:
+            refill_ms = _ms(now_s - self._refill_from_s)
+            self._repairs[-1] = self._repairs[-1].model_copy(update={"refill_ms": refill_ms})
+            self._refill_from_s = None
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)
+
+
+def _unrepaired(error: HopLost | HopRefused, failed: RepairFailed) -> HopLost | HopRefused:
+    """What broke the answer, and why it could not be continued."""
+    message = f"{error}, and {failed}"
+    if isinstance(error, HopLost):
+        return HopLost(message, hop_index=error.hop_index, shard_id=error.shard_id)
+    return HopRefused(message, refusal=error.refusal, shard_id=error.shard_id)
 
 
 def _check_logit_bias(request: GenerationRequest, description: pb.DescribeResponse) -> None:

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 
-from meshnet.core import FinishCause, RouteSession, RouteSource
+from meshnet.core import FinishCause, HopWork, RouteSession, RouteSource
 from meshnet.errors import (
     HopLost,
     HopRefused,
@@ -26,6 +26,8 @@ from meshnet.gateway.background import Background
 from meshnet.gateway.generation import Generation, GenerationRequest
 from meshnet.gateway.hops import Hop, RouteHops
 from meshnet.gateway.metrics import GatewayMetrics
+from meshnet.gateway.prompts import guess_tokens
+from meshnet.gateway.repair import Repairer
 from meshnet.gateway.settings import GatewaySettings
 from meshnet.rpc.client import WorkerPool, refusal_name
 from meshnet.rpc.generated import shard_pb2 as pb
@@ -47,7 +49,10 @@ class Generations:
         self._routes = routes
         self._pool = WorkerPool()
         self._background = Background()
-        self._running = 0
+        self._repairer = Repairer(routes, self._pool, settings, self._background)
+        self._running: set[Generation] = set()
+        self._n_started = 0
+        self._renewing: asyncio.Task[None] | None = None
         # By artifact digest: artifacts do not change, so neither do their vocabulary and template.
         self._descriptions: dict[str, pb.DescribeResponse] = {}
 
@@ -62,43 +67,51 @@ class Generations:
             RouteError, TrackerUnavailable: the mesh cannot serve the request.
         """
         received_s = time.monotonic()
-        if self._running >= self.settings.max_running:
-            raise Overloaded(f"this gateway already runs {self._running} answers; try again later")
-        self._running += 1
+        if self._n_started >= self.settings.max_running:
+            raise Overloaded(f"this gateway already runs {self._n_started} answers; try again later")
+        self._n_started += 1
         self.metrics.running.inc()
         try:
             generation = await self._open(request, received_s)
+            self._running.add(generation)
+            self._renew_while_running()
             try:
                 yield generation
             except BaseException as error:
                 await generation.abort(error)
                 raise
+            finally:
+                self._running.discard(generation)
             await generation.end(generation.finish_cause or FinishCause.CANCELLED)
         finally:
-            self._running -= 1
+            self._n_started -= 1
             self.metrics.running.dec()
 
     async def close(self) -> None:
         """Wait for the ends of generations, which are bounded in time, then drop all connections."""
+        if self._renewing is not None:
+            self._renewing.cancel()
+            await asyncio.gather(self._renewing, return_exceptions=True)
         await self._background.close(timeout_s=2 * self.settings.call_timeout_s + self.settings.close_timeout_s)
         await self._pool.close()
 
     async def _open(self, request: GenerationRequest, received_s: float) -> Generation:
         refusals: list[HopRefused | HopLost] = []
         while True:
-            session = await self._open_session(request.model, refusals)
+            session = await self._open_session(request, refusals)
             hops = RouteHops(session, self._pool, self.settings, self._background)
             generation = Generation(
-                session,
+                request,
                 hops,
                 Timeline(received_s),
                 settings=self.settings,
                 metrics=self.metrics,
                 background=self._background,
+                repairer=self._repairer,
                 on_end=self._record_end,
             )
             try:
-                await generation.open(request, await self._description(hops.head))
+                await generation.open(await self._description(hops.head))
                 return generation
             except (HopRefused, HopLost) as error:
                 await generation.abort(error)
@@ -111,9 +124,15 @@ class Generations:
             if len(refusals) >= self.settings.route_attempts:
                 raise _no_route_left(refusals)
 
-    async def _open_session(self, model: str, refusals: Sequence[HopRefused | HopLost]) -> RouteSession:
-        avoid = [refusal.shard_id for refusal in refusals]
-        opening = asyncio.ensure_future(self._routes.open_session(model, avoid_shards=avoid))
+    async def _open_session(self, request: GenerationRequest, refusals: Sequence[HopRefused | HopLost]) -> RouteSession:
+        opening = asyncio.ensure_future(
+            self._routes.open_session(
+                request.model,
+                avoid_shards=[refusal.shard_id for refusal in refusals],
+                prompt_tokens=guess_tokens(request.prompt),
+                answer_tokens=request.answer_tokens,
+            )
+        )
         try:
             async with asyncio.timeout(self.settings.call_timeout_s):
                 return await asyncio.shield(opening)
@@ -132,13 +151,37 @@ class Generations:
         """Close a session that the tracker opens for somebody who left meanwhile."""
         with contextlib.suppress(MeshnetError):
             session = await opening
-            await self._record_end(session.session_id, FinishCause.CANCELLED, 0)
+            await self._record_end(session.session_id, FinishCause.CANCELLED, 0, ())
 
-    async def _record_end(self, session_id: str, cause: FinishCause, generated_tokens: int) -> None:
+    def _renew_while_running(self) -> None:
+        if self._renewing is None or self._renewing.done():
+            self._renewing = asyncio.create_task(self._renew(), name="renew sessions")
+
+    async def _renew(self) -> None:
+        """Tell the tracker from time to time which sessions are still wanted; ends when none is left."""
+        while True:
+            await asyncio.sleep(self.settings.renew_s)
+            wanted = [generation.session_id for generation in self._running]
+            if not wanted:
+                return
+            try:
+                async with asyncio.timeout(self.settings.call_timeout_s):
+                    unknown = await self._routes.renew_sessions(wanted)
+            except (MeshnetError, TimeoutError) as error:
+                _log.warning("%d sessions could not be renewed: %s", len(wanted), str(error) or "no answer in time")
+                continue
+            if unknown:
+                _log.warning("the tracker does not know %d running sessions any more; they go on", len(unknown))
+
+    async def _record_end(
+        self, session_id: str, cause: FinishCause, generated_tokens: int, work: Sequence[HopWork]
+    ) -> None:
         """Tell the tracker; one that does not answer is logged, and its own expiry cleans up."""
         try:
             async with asyncio.timeout(self.settings.call_timeout_s):
-                await self._routes.close_session(session_id, finish_cause=cause, generated_tokens=generated_tokens)
+                await self._routes.close_session(
+                    session_id, finish_cause=cause, generated_tokens=generated_tokens, work=work
+                )
         except (MeshnetError, TimeoutError) as error:
             _log.warning("the end of a session could not be recorded: %s", str(error) or "no answer in time")
 

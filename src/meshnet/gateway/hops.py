@@ -1,13 +1,14 @@
-"""The hops of one Route Session, opened and closed in parallel."""
+"""The hops of one Route Session in one epoch, opened and closed in parallel."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshnet.core import RouteSession, Shard, Ticket
-from meshnet.errors import HopLost, HopRefused, RouteError
+from meshnet.errors import HopLost, HopRefused
 from meshnet.gateway.background import Background
 from meshnet.gateway.settings import GatewaySettings
 from meshnet.rpc.client import WorkerClient, WorkerPool, refusal_name
@@ -19,87 +20,114 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Hop:
-    """One worker of the route; ``stats`` are there once it has been closed and has answered."""
+    """One worker of the route. ``stats`` are there once the hop's epoch has ended and it has answered."""
 
     shard: Shard
     ticket: Ticket
     worker: WorkerClient
     stats: pb.HopStats | None = None
 
+    @property
+    def shard_id(self) -> str:
+        return self.shard.shard_id
+
 
 class RouteHops:
-    """All hops of a session, head first."""
+    """All hops of a session's epoch, head first."""
 
     def __init__(
         self, session: RouteSession, pool: WorkerPool, settings: GatewaySettings, background: Background
     ) -> None:
+        self.session = session
         self._settings = settings
         self._background = background
         self._opens: list[asyncio.Task[pb.OpenResponse]] = []
-        self._hops = [
+        self.hops: Sequence[Hop] = [
             Hop(shard, ticket, pool.worker(shard.address, shard_id=shard.shard_id, hop_index=index))
             for index, (shard, ticket) in enumerate(zip(session.route.shards, session.tickets, strict=True))
         ]
 
     @property
     def head(self) -> Hop:
-        return self._hops[0]
+        return self.hops[0]
 
-    @property
-    def stats(self) -> list[pb.HopStats | None]:
-        return [hop.stats for hop in self._hops]
-
-    async def open(self, capacity_tokens: int) -> None:
+    async def open(self, capacity_tokens: int) -> list[pb.OpenResponse]:
         """Open the session on every hop, for ``capacity_tokens`` of prompt and answer.
 
         Raises:
             HopRefused, HopLost: of the first hop that did not open; others may have.
         """
+        answers = await self.try_open(capacity_tokens)
+        opened = []
+        for answer in answers:
+            if isinstance(answer, HopRefused | HopLost):
+                raise answer
+            opened.append(answer)
+        return opened
+
+    async def try_open(self, capacity_tokens: int) -> list[pb.OpenResponse | HopRefused | HopLost]:
+        """As `open`, but what each hop said, refusals included."""
         self._opens = [
             self._background.run(
                 hop.worker.open(self._open_request(index, capacity_tokens), timeout_s=self._settings.call_timeout_s)
             )
-            for index, hop in enumerate(self._hops)
+            for index, hop in enumerate(self.hops)
         ]
         await asyncio.wait(self._opens)
+        answers: list[pb.OpenResponse | HopRefused | HopLost] = []
         for task in self._opens:
-            if error := task.exception():
+            error = task.exception()
+            if error is None:
+                answers.append(task.result())
+            elif isinstance(error, HopRefused | HopLost):
+                answers.append(error)
+            else:
                 raise error
+        return answers
 
-    async def close(self, *, lost_hop: int | None) -> None:
-        """Free the session on every hop and collect what each measured.
+    async def close(self, hops: Sequence[Hop] | None = None, *, unawaited: frozenset[str] = frozenset()) -> None:
+        """Free the session on ``hops`` (by default all) and collect what each measured.
 
-        ``lost_hop`` is told as well, but nobody waits for its answer. A hop that does not answer is logged: it frees
-        the session by itself after its idle timeout.
+        Shards in ``unawaited`` are told as well, but nobody waits for their answers. A hop that does not answer is
+        logged: it frees the session by itself.
         """
         if self._opens:
             # A Close must not overtake an Open that is still on its way; each Open has a deadline.
             await asyncio.gather(*self._opens, return_exceptions=True)
-        closes = [self._background.run(self._close_hop(hop)) for hop in self._hops]
-        waited = [close for index, close in enumerate(closes) if index != lost_hop]
+        closes = {hop.shard_id: self._background.run(self._close_hop(hop)) for hop in (hops or self.hops)}
+        waited = [close for shard_id, close in closes.items() if shard_id not in unawaited]
         if waited:
             await asyncio.wait(waited)
 
-    def failure(self, failed: pb.Failed) -> RouteError:
+    async def touch(self, but: frozenset[str]) -> None:
+        """Tell every hop save ``but`` that the session is still wanted. Who does not answer is not asked again here."""
+
+        async def touch_hop(hop: Hop) -> None:
+            try:
+                await hop.worker.touch(hop.ticket, timeout_s=self._settings.close_timeout_s)
+            except (HopLost, HopRefused) as error:
+                _log.info("could not touch a session: %s", error)
+
+        await asyncio.gather(*(touch_hop(hop) for hop in self.hops if hop.shard_id not in but))
+
+    def failure(self, failed: pb.Failed) -> HopLost | HopRefused:
         """The error for a failure that the head reports, naming the hop that is to blame."""
-        hop = self._hops[failed.hop_index] if failed.hop_index < len(self._hops) else self.head
+        hop = self.hops[failed.hop_index] if failed.hop_index < len(self.hops) else self.head
         reason = failed.message or refusal_name(failed.refusal)
         where = f"{hop.worker}, layers {hop.shard.layers},"
         if failed.refusal == pb.REFUSAL_PEER_LOST:
-            lost = HopLost(f"{where} was lost", hop_index=hop.worker.hop_index, shard_id=hop.shard.shard_id)
+            lost = HopLost(f"{where} was lost", hop_index=hop.worker.hop_index, shard_id=hop.shard_id)
             lost.add_note(reason)  # for the log: it names addresses
             return lost
-        return HopRefused(
-            f"{where} failed: {reason}", refusal=refusal_name(failed.refusal), shard_id=hop.shard.shard_id
-        )
+        return HopRefused(f"{where} failed: {reason}", refusal=refusal_name(failed.refusal), shard_id=hop.shard_id)
 
     def _open_request(self, index: int, capacity_tokens: int) -> pb.OpenRequest:
-        hop = self._hops[index]
-        following = self._hops[index + 1].shard if index + 1 < len(self._hops) else None
+        hop = self.hops[index]
+        following = self.hops[index + 1].shard if index + 1 < len(self.hops) else None
         return pb.OpenRequest(
             ticket=ticket_to_message(hop.ticket),
             hop_index=index,
-            n_hops=len(self._hops),
+            n_hops=len(self.hops),
             layers=layers_to_message(hop.shard.layers),
             artifact_digest=hop.shard.artifact_digest,
             compatibility_id=hop.shard.compatibility_id,

@@ -51,9 +51,14 @@ class GatewayMetrics:
             buckets=_TOKEN_BUCKETS_S,
             registry=self.registry,
         )
+        self.repairs = Counter(
+            "meshnet_gateway_repairs", "Routes repaired in the middle of an answer.", ["cause"], registry=self.registry
+        )
         self.running = Gauge("meshnet_gateway_running_generations", "Generations running now.", registry=self.registry)
         for cause in FinishCause:
             self.finished.labels(cause.value)
+        for kind in ("HopLost", "HopRefused"):
+            self.repairs.labels(kind)
 
     def token(self, model: str, interval_s: float | None, since_request_s: float) -> None:
         """Count one token; ``interval_s`` is ``None`` for the first of a generation."""

@@ -45,6 +45,16 @@ class TokenPrompt:
 Prompt = ChatPrompt | TextPrompt | TokenPrompt
 
 
+def guess_tokens(prompt: Prompt) -> int:
+    """How many tokens it may be, for choosing a route before any vocabulary is at hand: a token is some four bytes."""
+    if isinstance(prompt, TokenPrompt):
+        return len(prompt.tokens)
+    texts = (
+        [prompt.text] if isinstance(prompt, TextPrompt) else [text for one in prompt.messages for text in one.values()]
+    )
+    return 1 + sum(len(text) for text in texts) // 4
+
+
 async def prompt_tokens(
     prompt: Prompt, head: Hop, description: pb.DescribeResponse, *, limit_tokens: int, timeout_s: float
 ) -> list[int]:

@@ -40,6 +40,19 @@ class GatewaySettings:
     step_timeout_s: float = 60.0
     #: How much longer the gateway waits for the head, so that the head can report another hop as lost first.
     step_grace_s: float = 1.0
+    #: Repairs of one answer's route, at most …
+    repair_attempts: int = 8
+    #: … each of which may take so long to find a route and open it: waiting for a replacement included, computing the
+    #: history again not.
+    repair_timeout_s: float = 30.0
+    #: Between two questions to the tracker whether the route can be repaired by now.
+    repair_poll_s: float = 0.1
+    #: How often surviving hops are told that the session is still wanted while a route is looked for. They free it
+    #: after 10 s without a word.
+    touch_s: float = 2.0
+    #: How often the tracker is told which sessions are still wanted. It closes others after a minute.
+    renew_s: float = 15.0
+
     #: Longest time of one answer. Below the tickets' lifetime, so that Close is still permitted at its end.
     generation_deadline_s: float = 3000.0
 

@@ -162,6 +162,11 @@ class WorkerClient:
         """Free the session. Idempotent: ``known`` is false for a session the worker does not have."""
         return await self._call("Close", pb.CloseRequest(ticket=ticket_to_message(ticket)), pb.CloseResponse, timeout_s)
 
+    async def touch(self, ticket: Ticket, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
+        """Tell the worker that the session is still wanted; False if it does not have it (any more)."""
+        request = pb.TouchRequest(ticket=ticket_to_message(ticket))
+        return bool((await self._call("Touch", request, pb.TouchResponse, timeout_s)).known)
+
     def generate(self, request: pb.GenerateRequest) -> GenerateCall:
         """Start a generation (head only). The caller must read it to its end or ``cancel`` it."""
         multicallable = self._channel.unary_stream(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshnet.core import FinishCause, HopTelemetry, RouteSession, Shard, Telemetry
+from meshnet.core import FinishCause, HopTelemetry, RepairTelemetry, RouteSession, Shard, Telemetry
 from meshnet.rpc.generated import shard_pb2 as pb
 
 
@@ -19,8 +19,16 @@ class Timeline:
     last_token_s: float | None = None
 
 
+@dataclass(frozen=True)
+class EpochStats:
+    """What the hops of a route measured in one epoch, in the route's order; ``None``: the hop did not report."""
+
+    session: RouteSession
+    stats: Sequence[pb.HopStats | None]
+
+
 def build_telemetry(
-    session: RouteSession,
+    epochs: Sequence[EpochStats],
     *,
     prompt_tokens: int,
     cached_tokens: int,
@@ -29,16 +37,24 @@ def build_telemetry(
     ended_s: float,
     finish_cause: FinishCause,
     finished: pb.Finished | None,
-    stats: Sequence[pb.HopStats | None],
+    repairs: Sequence[RepairTelemetry] = (),
 ) -> Telemetry:
-    """``stats`` has one entry per hop, ``None`` for a hop that did not report.
+    """``epochs`` in order: the last one is the route at the end, and its hops' measurements are sums over all epochs.
 
-    Rates come from the head's clock if it ended the generation (``finished``), else from the gateway's, which also
-    counts the way from the head to the gateway.
+    Rates come from the head's clock if it alone saw the whole generation (``finished``), else from the gateway's, which
+    also counts the way from the head to the gateway, and repairs.
     """
+    session = epochs[-1].session
     shards = session.route.shards
     prefill_s, decode_s = _phases(timeline, finished)
     first = timeline.first_token_s
+    reported: dict[str, list[pb.HopStats]] = {}
+    last_reported: dict[str, bool] = {}
+    for epoch in epochs:
+        for shard, stats in zip(epoch.session.route.shards, epoch.stats, strict=True):
+            last_reported[shard.shard_id] = stats is not None
+            if stats is not None:
+                reported.setdefault(shard.shard_id, []).append(stats)
     return Telemetry(
         session=session.session_id,
         epoch=session.epoch,
@@ -52,8 +68,9 @@ def build_telemetry(
         prefill_tokens_per_s=_rate(prompt_tokens - cached_tokens, prefill_s),
         decode_tokens_per_s=_rate(generated_tokens - 1, decode_s),
         finish_cause=finish_cause,
-        hops=tuple(_hop(shard, hop) for shard, hop in zip(shards, stats, strict=True) if hop is not None),
-        missing_hops=tuple(shard.shard_id for shard, hop in zip(shards, stats, strict=True) if hop is None),
+        repairs=tuple(repairs),
+        hops=tuple(_hop(shard, reported[shard.shard_id]) for shard in shards if last_reported[shard.shard_id]),
+        missing_hops=tuple(shard_id for shard_id, has_reported in last_reported.items() if not has_reported),
     )
 
 
@@ -66,18 +83,18 @@ def _phases(timeline: Timeline, finished: pb.Finished | None) -> tuple[float, fl
     return first - generate, last - first
 
 
-def _hop(shard: Shard, stats: pb.HopStats) -> HopTelemetry:
+def _hop(shard: Shard, epochs: Sequence[pb.HopStats]) -> HopTelemetry:
     return HopTelemetry(
         shard=shard.shard_id,
         layers=str(shard.layers),
-        queue_ms=stats.queue_us / 1e3,
-        compute_ms=stats.compute_us / 1e3,
-        network_ms=stats.network_us / 1e3,
-        sample_ms=stats.sample_us / 1e3,
-        bytes_in=stats.bytes_in,
-        bytes_out=stats.bytes_out,
-        prefill_tokens=stats.prefill_tokens,
-        decode_tokens=stats.decode_tokens,
+        queue_ms=sum(stats.queue_us for stats in epochs) / 1e3,
+        compute_ms=sum(stats.compute_us for stats in epochs) / 1e3,
+        network_ms=sum(stats.network_us for stats in epochs) / 1e3,
+        sample_ms=sum(stats.sample_us for stats in epochs) / 1e3,
+        bytes_in=sum(stats.bytes_in for stats in epochs),
+        bytes_out=sum(stats.bytes_out for stats in epochs),
+        prefill_tokens=sum(stats.prefill_tokens for stats in epochs),
+        decode_tokens=sum(stats.decode_tokens for stats in epochs),
     )
 
 
