@@ -106,8 +106,10 @@ async def mesh(*layers: str, settings: dict[str, Any] | None = None, **worker: A
     """A gateway before one worker per layer range; at the end no worker may be left with a session."""
     async with AsyncExitStack() as stack:
         workers: list[Worker] = []
-        for each in layers:
-            started = await start_worker(each, **worker)
+        for number, each in enumerate(layers):
+            # Further workers of the same layers are spares.
+            spare = f"shard-{each}.{number}" if each in layers[:number] else None
+            started = await start_worker(each, **({"shard_id": spare} | worker))
             stack.push_async_callback(started.kill)
             workers.append(started)
         routes = static_routes(workers)
