@@ -1,33 +1,41 @@
-"""Route Sessions: which conversation uses which shards, from opening to closing. Implements `core.RouteSource`."""
+"""Route Sessions: which conversation uses which shards, from opening to closing. Implements `core.RouteSource`.
+
+What a gateway is told is committed first: a ticket is never handed out for a session that a restart would not know.
+Renewals alone stay in memory; after a restart every open session has a whole lease again. See docs/sessions.md.
+"""
 
 from __future__ import annotations
 
 import logging
-import math
 import secrets
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import delete, func, select, update
-
-from meshnet.core import FinishCause, RouteSession, ServedModel
-from meshnet.errors import NoRoute, UnknownModel
-from meshnet.planner.routing import Offer, choose_route
+from meshnet.core import FinishCause, HopWork, LayerRange, Route, RouteSession, ServedModel
+from meshnet.errors import NoRoute, SessionLost, UnknownModel
+from meshnet.planner.offers import DEFAULT_ANSWER_TOKENS, DEFAULT_PROMPT_TOKENS, Offer, RouteRequest
+from meshnet.planner.routing import ANY_REQUEST, NOTHING_KEPT, choose_route
 from meshnet.rpc.tickets import make_ticket
-from meshnet.tracker.database import Database, SessionRow
-from meshnet.tracker.registry import Registry
+from meshnet.tracker.database import Database
+from meshnet.tracker.open_sessions import Hop, OpenSession, OpenSessions
+from meshnet.tracker.registry import LIVE, Registry
+from meshnet.tracker.session_states import SessionEvent, SessionState, after
+from meshnet.tracker.session_store import SessionStore
 from meshnet.tracker.settings import TrackerSettings
 
 log = logging.getLogger(__name__)
 
+#: Closed sessions are looked through this often for those to forget.
+TIDY_S = 60.0
+
 
 @dataclass(frozen=True)
-class _Held:
-    """An open session. ``opened_s`` is on the registry's clock."""
+class _Offered:
+    """The shards of a model now, and by shard id the keys of their workers and their nodes."""
 
-    shard_ids: frozenset[str]
-    opened_s: float
+    offers: list[Offer]
+    keys: dict[str, bytes]
 
 
 class Sessions:
@@ -41,25 +49,33 @@ class Sessions:
         *,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._database = database
+        self._store = SessionStore(database)
         self._registry = registry
         self._settings = settings
         self._clock = clock
-        self._open: dict[str, _Held] = {}
+        self._open = OpenSessions()
+        #: Ends that are still to be recorded.
+        self._given_up: dict[str, SessionState] = {}
+        self._tidied_s: float | None = None
 
     async def restore(self) -> None:
-        """Read the sessions that an earlier run left open."""
-        async with self._database.reading() as session:
-            for row in await session.scalars(select(SessionRow).where(SessionRow.closed_unix_s.is_(None))):
-                # As if opened long ago: whether it still holds a slot, the workers' reports say.
-                self._open[row.session_id] = _Held(frozenset(row.shard_ids), opened_s=-math.inf)
+        """Read the sessions that an earlier run left open. Each gets a whole lease from now."""
+        for session in await self._store.load_open(renewed_s=self._registry.now_s()):
+            # Whether it still holds a slot, the workers' reports say.
+            self._open.add(session, reported=True)
+
+    async def finish(self) -> None:
+        """Wait until everything is recorded."""
+        await self._store.finish()
 
     async def models(self) -> Sequence[ServedModel]:
         """Models that a complete route serves now, by name."""
-        offers = self.offers()
+        by_model: dict[str, list[Offer]] = {}
+        for offer in self.offers():
+            by_model.setdefault(offer.shard.model, []).append(offer)
         known = {(model.model, model.artifact_digest): model for model in self._registry.models()}
         served = []
-        for name in sorted({offer.shard.model for offer in offers}):
+        for name, offers in sorted(by_model.items()):
             try:
                 route = choose_route(name, offers)
             except NoRoute:
@@ -76,8 +92,15 @@ class Sessions:
             )
         return served
 
-    async def open_session(self, model: str, *, avoid_shards: Collection[str] = ()) -> RouteSession:
-        """Choose the least loaded route and sign one ticket per hop.
+    async def open_session(
+        self,
+        model: str,
+        *,
+        avoid_shards: Collection[str] = (),
+        prompt_tokens: int | None = None,
+        answer_tokens: int | None = None,
+    ) -> RouteSession:
+        """Choose a route and sign one ticket per hop. Shards that others just lost are used only if need be.
 
         Raises:
             UnknownModel: no artifact of that name was ever advertised here.
@@ -88,100 +111,127 @@ class Sessions:
         if model not in known:
             told = f"known models: {', '.join(known)}" if known else "no node has offered any model yet"
             raise UnknownModel(f"model {model!r} is not known; {told}", param="model")
-        keys = {a.shard.shard_id: bytes.fromhex(a.worker_key) for a in self._registry.advertised()}
-        route = choose_route(model, self.offers(), avoid=avoid_shards)
-        session_id = secrets.token_hex(16)
+        offered = self._offered(model)
+        route = self._choose(model, offered.offers, _request(prompt_tokens, answer_tokens), avoid_shards)
         opened_unix_s = int(self._clock())
-        expires_unix_s = opened_unix_s + max(1, round(self._settings.session_ttl_s))
-        session = RouteSession(
-            session_id=session_id,
+        opened = OpenSession(
+            session_id=secrets.token_hex(16),
             epoch=1,
-            route=route,
-            tickets=tuple(
-                make_ticket(keys[shard.shard_id], session_id, 1, shard.shard_id, expires_unix_s)
-                for shard in route.shards
-            ),
+            model=model,
+            artifact_digest=route.shards[0].artifact_digest,
+            hops=_hops(route, offered.offers),
+            expires_unix_s=self._expiry(opened_unix_s),
+            renewed_s=self._registry.now_s(),
         )
-        # Counted before the database answers, so that sessions opened at the same moment spread over the shards.
-        shard_ids = [shard.shard_id for shard in route.shards]
-        self._open[session_id] = _Held(frozenset(shard_ids), opened_s=self._registry.now_s())
+        # Counted before the database answers, so that sessions opened at the same moment spread over the shards. If the
+        # caller goes away meanwhile, nobody will renew it.
+        self._open.add(opened)
         try:
-            async with self._database.writing() as writer:
-                writer.add(
-                    SessionRow(
-                        session_id=session_id,
-                        epoch=1,
-                        model=model,
-                        artifact_digest=route.shards[0].artifact_digest,
-                        shard_ids=shard_ids,
-                        opened_unix_s=opened_unix_s,
-                        expires_unix_s=expires_unix_s,
-                    )
-                )
-        except BaseException:
-            del self._open[session_id]
+            await self._store.add(opened, opened_unix_s=opened_unix_s)
+        except Exception:
+            self._open.remove(opened.session_id)
             raise
-        return session
+        return _ticketed(opened, route, offered.keys)
 
-    async def close_session(self, session_id: str, *, finish_cause: FinishCause, generated_tokens: int) -> None:
-        """Record the end of a session. Unknown or already closed sessions are not an error."""
-        self._open.pop(session_id, None)
-        async with self._database.writing() as writer:
-            await writer.execute(
-                update(SessionRow)
-                .where(SessionRow.session_id == session_id, SessionRow.closed_unix_s.is_(None))
-                .values(
-                    closed_unix_s=int(self._clock()),
-                    finish_cause=finish_cause.value,
-                    generated_tokens=generated_tokens,
-                )
-            )
+    async def repair_session(self, session_id: str, *, epoch: int, lost_shards: Collection[str]) -> RouteSession:
+        """A route with the next epoch, without ``lost_shards``, that keeps what it can of the last one.
+
+        The lost shards are suspect for a few seconds: other sessions avoid them too, as long as there is another way.
+
+        Raises:
+            SessionLost: the session is not open, or ``epoch`` is not its last one.
+            NoRoute: nothing can take the place of what is lost, now; the session stays as it is.
+            TrackerUnavailable: the database failed; the session stays as it is.
+        """
+        now_s, now_unix_s = self._registry.now_s(), int(self._clock())
+        self._open.suspect(lost_shards, now_s + self._settings.suspect_s)
+        session = self._good(session_id, now_unix_s)
+        if session.epoch != epoch:
+            raise SessionLost(f"epoch {epoch} of this session is over; its last one is {session.epoch}")
+        after(SessionState.OPEN, SessionEvent.REPAIRED)
+        session.renewed_s = now_s
+        offered = self._offered(session.model, artifact_digest=session.artifact_digest)
+        keep = {hop.shard_id: hop.layers for hop in session.hops if hop.shard_id not in lost_shards}
+        route = self._choose(session.model, offered.offers, ANY_REQUEST, lost_shards, keep)
+        before = (session.epoch, session.hops, session.expires_unix_s)
+        hops, expires_unix_s = _hops(route, offered.offers), self._expiry(now_unix_s)
+        # At once, so that of two repairs of the same epoch one is refused.
+        self._open.reroute(session, epoch=epoch + 1, hops=hops, expires_unix_s=expires_unix_s)
+        try:
+            await self._store.reroute(session_id, epoch=epoch + 1, hops=hops, expires_unix_s=expires_unix_s)
+        except Exception:
+            if self._open.get(session_id) is session:
+                self._open.reroute(session, epoch=before[0], hops=before[1], expires_unix_s=before[2])
+            raise
+        if self._open.get(session_id) is not session:
+            raise SessionLost("the session was closed while it was repaired")
+        log.info("session repaired: epoch %d, lost %s", epoch + 1, ", ".join(sorted(lost_shards)) or "nothing")
+        return _ticketed(session, route, offered.keys)
+
+    async def renew_sessions(self, session_ids: Collection[str]) -> Sequence[str]:
+        """These are still wanted; returns those that are not open (any more)."""
+        now_s, now_unix_s = self._registry.now_s(), int(self._clock())
+        unknown = []
+        for session_id in session_ids:
+            try:
+                self._good(session_id, now_unix_s).renewed_s = now_s
+            except SessionLost:
+                unknown.append(session_id)
+        return tuple(unknown)
+
+    async def close_session(
+        self, session_id: str, *, finish_cause: FinishCause, generated_tokens: int, work: Sequence[HopWork] = ()
+    ) -> None:
+        """Record how a session ended, and in the ledger what its hops did. Unknown or already closed sessions are not
+        an error; work that was recorded before is not recorded twice.
+
+        Raises:
+            TrackerUnavailable: the database failed; try again.
+        """
+        self._open.remove(session_id)
+        await self._store.end(
+            session_id,
+            finish_cause=finish_cause,
+            generated_tokens=generated_tokens,
+            work=work,
+            now_unix_s=int(self._clock()),
+        )
 
     async def expire(self) -> tuple[str, ...]:
-        """Close sessions whose tickets have run out, forget those closed long ago, and return the ids of the former."""
-        now_unix_s = int(self._clock())
-        async with self._database.writing() as writer:
-            expired = tuple(
-                await writer.scalars(
-                    update(SessionRow)
-                    .where(SessionRow.closed_unix_s.is_(None), SessionRow.expires_unix_s <= now_unix_s)
-                    .values(closed_unix_s=now_unix_s, finish_cause=FinishCause.CANCELLED.value)
-                    .returning(SessionRow.session_id)
-                )
+        """Give up sessions that nobody renews and those whose tickets have run out, forget those closed long ago, and
+        return the ids of the former.
+
+        Raises:
+            TrackerUnavailable: the database failed; what is not recorded is recorded by a later call.
+        """
+        now_s, now_unix_s = self._registry.now_s(), int(self._clock())
+        ended = dict.fromkeys(self._open.expired(now_unix_s), SessionEvent.TICKETS_ENDED) | dict.fromkeys(
+            self._open.unrenewed(now_s - self._settings.session_lease_s), SessionEvent.LEASE_ENDED
+        )
+        for session_id, event in ended.items():
+            self._open.remove(session_id)
+            self._given_up[session_id] = after(SessionState.OPEN, event) or SessionState.EXPIRED
+        if ended:
+            log.warning("gave up %d sessions that their gateways neither closed nor renewed", len(ended))
+        self._open.tidy(now_s)
+        recording = dict(self._given_up)
+        await self._store.give_up(recording, now_unix_s=now_unix_s)
+        for session_id in recording:
+            del self._given_up[session_id]
+        if self._tidied_s is None or now_s >= self._tidied_s + TIDY_S:
+            await self._store.tidy(
+                now_unix_s=now_unix_s, forget_closed_unix_s=now_unix_s - int(self._settings.keep_closed_sessions_s)
             )
-            await writer.execute(
-                delete(SessionRow).where(
-                    SessionRow.closed_unix_s <= now_unix_s - int(self._settings.keep_closed_sessions_s)
-                )
-            )
-        for session_id in expired:
-            self._open.pop(session_id, None)
-        if expired:
-            log.warning("%d sessions were never closed by their gateway and have expired", len(expired))
-        return expired
+            self._tidied_s = now_s
+        return tuple(ended)
 
     def offers(self) -> tuple[Offer, ...]:
         """Every shard that takes sessions now, with its load."""
-        opened_s: dict[str, list[float]] = {}
-        for held in self._open.values():
-            for shard_id in held.shard_ids:
-                opened_s.setdefault(shard_id, []).append(held.opened_s)
-        found = []
-        for node in self._registry.nodes():
-            for shard_id, advertised in node.shards.items():
-                load = advertised.load
-                if load.draining:
-                    continue
-                # What the worker counted itself, and what was sent there since: a session whose gateway has vanished
-                # stays open here for its whole lifetime, on the worker only until it notices.
-                since = sum(at_s >= node.reported_s for at_s in opened_s.get(shard_id, ()))
-                busy = (load.open_sessions + load.queued_frames + since) / advertised.shard.session_slots
-                found.append(Offer(advertised.shard, busy))
-        return tuple(found)
+        return tuple(self._offered(None).offers)
 
     def open_on(self, shard_id: str) -> int:
         """Sessions of this shard that nobody has closed yet."""
-        return sum(shard_id in held.shard_ids for held in self._open.values())
+        return self._open.on(shard_id)
 
     @property
     def n_open(self) -> int:
@@ -189,6 +239,95 @@ class Sessions:
 
     async def count_closed(self) -> int:
         """Closed sessions still remembered."""
-        async with self._database.reading() as session:
-            closed = select(func.count()).select_from(SessionRow).where(SessionRow.closed_unix_s.is_not(None))
-            return int(await session.scalar(closed) or 0)
+        return await self._store.count_closed()
+
+    def _good(self, session_id: str, now_unix_s: int) -> OpenSession:
+        session = self._open.get(session_id)
+        if session is None:
+            raise SessionLost("the tracker does not know this session, or it is closed")
+        if session.expires_unix_s <= now_unix_s:
+            raise SessionLost("the tickets of this session have run out")
+        return session
+
+    def _expiry(self, now_unix_s: int) -> int:
+        return now_unix_s + max(1, round(self._settings.session_ttl_s))
+
+    def _choose(
+        self,
+        model: str,
+        offers: Sequence[Offer],
+        request: RouteRequest,
+        avoid: Collection[str],
+        keep: Mapping[str, LayerRange] = NOTHING_KEPT,
+    ) -> Route:
+        avoided = frozenset(avoid)
+        suspects = self._open.suspects(self._registry.now_s()) - avoided
+        if suspects:
+            try:
+                return choose_route(model, offers, request=request, avoid=avoided | suspects, keep=keep)
+            except NoRoute:
+                pass
+        return choose_route(model, offers, request=request, avoid=avoided, keep=keep)
+
+    def _offered(self, model: str | None, *, artifact_digest: str | None = None) -> _Offered:
+        now_s = self._registry.now_s()
+        offers: list[Offer] = []
+        keys: dict[str, bytes] = {}
+        for node in self._registry.nodes():
+            if node.state != LIVE:
+                continue
+            for shard_id, advertised in node.shards.items():
+                shard, load = advertised.shard, advertised.load
+                if load.draining or (model is not None and shard.model != model):
+                    continue
+                if artifact_digest is not None and shard.artifact_digest != artifact_digest:
+                    continue
+                # What the worker counted itself, and what was sent there since: a session whose gateway has vanished
+                # stays open here until its lease ends, on the worker only until it notices.
+                taken = load.open_sessions + self._open.given_since(shard_id, node.reported_s)
+                layers = len(shard.layers)
+                offers.append(
+                    Offer(
+                        shard,
+                        busy=(taken + load.queued_frames) / shard.session_slots,
+                        node_id=node.node_id,
+                        free_slots=shard.session_slots - taken,
+                        prefill_us=_rate(load.prefill_compute_us, load.prefill_tokens * layers),
+                        decode_us=_rate(load.decode_compute_us, load.decode_tokens * layers),
+                        recent=self._open.given_lately(shard_id, now_s),
+                    )
+                )
+                keys[shard_id] = bytes.fromhex(advertised.worker_key)
+        return _Offered(offers, keys)
+
+
+def _request(prompt_tokens: int | None, answer_tokens: int | None) -> RouteRequest:
+    prompt = DEFAULT_PROMPT_TOKENS if prompt_tokens is None else prompt_tokens
+    answer = DEFAULT_ANSWER_TOKENS if answer_tokens is None else answer_tokens
+    # A wish for room only where somebody has said how much is needed.
+    wanted = (prompt_tokens or 0) + (answer_tokens or 0)
+    return RouteRequest(prompt_tokens=prompt, answer_tokens=answer, capacity_tokens=wanted)
+
+
+def _rate(total_us: int, n: int) -> float | None:
+    return total_us / n if n and total_us else None
+
+
+def _hops(route: Route, offers: Sequence[Offer]) -> tuple[Hop, ...]:
+    nodes = {offer.shard.shard_id: offer.node_id for offer in offers}
+    return tuple(
+        Hop(shard.shard_id, nodes[shard.shard_id], shard.layers, shard.session_capacity_tokens)
+        for shard in route.shards
+    )
+
+
+def _ticketed(session: OpenSession, route: Route, keys: Mapping[str, bytes]) -> RouteSession:
+    return RouteSession(
+        session_id=session.session_id,
+        epoch=session.epoch,
+        route=route,
+        tickets=tuple(
+            make_ticket(keys[shard.shard_id], session.session_id, session.epoch, shard.shard_id, session.expires_unix_s)
+            for shard in route.shards
+        ),
+    )

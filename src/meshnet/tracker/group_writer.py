@@ -1,0 +1,89 @@
+"""Writes that come at the same moment share one transaction: under load, a commit serves many calls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from meshnet.tracker.database import Database
+
+#: One write: statements in a transaction that others may share. May be run again if another of the group fails.
+Write = Callable[[AsyncSession], Awaitable[None]]
+
+#: Most writes in one transaction, so that nobody waits long for those before it.
+MAX_GROUP = 64
+
+
+@dataclass
+class _Waiting:
+    write: Write
+    done: asyncio.Future[None]
+
+
+class GroupWriter:
+    """Runs writes in the order in which they came."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._waiting: list[_Waiting] = []
+        self._running: asyncio.Task[None] | None = None
+
+    async def run(self, write: Write) -> None:
+        """Run ``write``, and return when it is committed. It goes on if the caller is cancelled.
+
+        Raises:
+            TrackerUnavailable: the database failed; whatever else ``write`` raises comes through too.
+        """
+        waiting = _Waiting(write, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        if self._running is None:
+            self._running = asyncio.create_task(self._drain(), name="tracker writes")
+        await waiting.done
+
+    async def finish(self) -> None:
+        """Wait until everything is written."""
+        while self._running is not None:
+            await self._running
+
+    async def _drain(self) -> None:
+        try:
+            while self._waiting:
+                group, self._waiting = self._waiting[:MAX_GROUP], self._waiting[MAX_GROUP:]
+                await self._commit(group)
+        finally:
+            self._running = None
+            # There are some only if this was cancelled: the process ends.
+            for waiting in self._waiting:
+                waiting.done.cancel()
+
+    async def _commit(self, group: list[_Waiting]) -> None:
+        try:
+            async with self._database.writing() as session:
+                for waiting in group:
+                    await waiting.write(session)
+        except Exception as error:
+            if len(group) == 1:
+                _tell(group[0].done, error)
+                return
+            # One may be at fault for all: each by itself.
+            for waiting in group:
+                await self._commit([waiting])
+            return
+        except BaseException:
+            for waiting in group:
+                waiting.done.cancel()
+            raise
+        for waiting in group:
+            _tell(waiting.done, None)
+
+
+def _tell(done: asyncio.Future[None], error: Exception | None) -> None:
+    if done.done():  # its caller was cancelled
+        return
+    if error is None:
+        done.set_result(None)
+    else:
+        done.set_exception(error)
