@@ -7,6 +7,8 @@ BitTorrent clients call: ``/announce/KEY`` and ``/scrape/KEY``.
 from __future__ import annotations
 
 import asyncio
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -24,20 +26,27 @@ from meshnet.errors import (
     NoRoute,
     NotAuthorized,
     RequestError,
+    SessionLost,
     TrackerUnavailable,
     UnknownArtifact,
     UnknownModel,
 )
 from meshnet.tracker.announce import AnnounceFace
 from meshnet.tracker.auth import bearer_is
+from meshnet.tracker.ledger import summarize
+from meshnet.tracker.ledger_query import LedgerQuery
 from meshnet.tracker.messages import (
     PREFIX,
     Departure,
     Heartbeat,
     OpenSession,
+    Pulse,
     Registration,
+    RenewSessions,
+    RepairSession,
     ServedModels,
     SessionEnd,
+    UnknownSessions,
     parse,
 )
 from meshnet.tracker.publication import MAX_PUBLICATION_BYTES, Publication
@@ -77,6 +86,7 @@ FAULTS = (
     Fault(ArtifactError, 422, "bad_artifact"),
     Fault(NoRoute, 503, "no_route"),
     Fault(LeaseLost, 409, "lease_lost"),
+    Fault(SessionLost, 409, "session_lost"),
     Fault(IdentityRefused, 403, "identity_refused"),
     Fault(TrackerUnavailable, 503, "tracker_unavailable"),
 )
@@ -102,8 +112,16 @@ def create_app(tracker: Tracker, join_token: str) -> FastAPI:
 
     @app.post(PREFIX + "/nodes/{node_id}/heartbeat", dependencies=guarded)
     async def heartbeat(node_id: NodeId, request: Request) -> Response:
-        await tracker.registry.heartbeat(node_id, parse(Heartbeat, await _body(request)))
-        return Response(status_code=204)
+        body = await _body(request)
+        try:
+            beat = parse(Heartbeat, body)
+        except RequestError:
+            # Whatever is wrong with it, the node is there: that must not cost it its lease.
+            with suppress(RequestError, LeaseLost):
+                pulse = parse(Pulse, body)
+                await tracker.registry.renew(node_id, pulse.lease_epoch, pulse.instance)
+            raise
+        return _json(await tracker.registry.heartbeat(node_id, beat))
 
     @app.post(PREFIX + "/nodes/{node_id}/departure", dependencies=guarded)
     async def depart(node_id: NodeId, request: Request) -> Response:
@@ -117,13 +135,33 @@ def create_app(tracker: Tracker, join_token: str) -> FastAPI:
     @app.post(PREFIX + "/sessions", dependencies=guarded)
     async def open_session(request: Request) -> Response:
         wanted = parse(OpenSession, await _body(request))
-        return _json(await tracker.sessions.open_session(wanted.model, avoid_shards=wanted.avoid_shards))
+        return _json(
+            await tracker.sessions.open_session(
+                wanted.model,
+                avoid_shards=wanted.avoid_shards,
+                prompt_tokens=wanted.prompt_tokens,
+                answer_tokens=wanted.answer_tokens,
+            )
+        )
+
+    # Before the calls of one session; "renew" is no id.
+    @app.post(PREFIX + "/sessions/renew", dependencies=guarded)
+    async def renew_sessions(request: Request) -> Response:
+        wanted = parse(RenewSessions, await _body(request))
+        return _json(UnknownSessions(session_ids=tuple(await tracker.sessions.renew_sessions(wanted.session_ids))))
+
+    @app.post(PREFIX + "/sessions/{session_id}/repair", dependencies=guarded)
+    async def repair_session(session_id: SessionIdPath, request: Request) -> Response:
+        broken = parse(RepairSession, await _body(request))
+        return _json(
+            await tracker.sessions.repair_session(session_id, epoch=broken.epoch, lost_shards=broken.lost_shards)
+        )
 
     @app.post(PREFIX + "/sessions/{session_id}/end", dependencies=guarded)
     async def close_session(session_id: SessionIdPath, request: Request) -> Response:
         end = parse(SessionEnd, await _body(request))
         await tracker.sessions.close_session(
-            session_id, finish_cause=end.finish_cause, generated_tokens=end.generated_tokens
+            session_id, finish_cause=end.finish_cause, generated_tokens=end.generated_tokens, work=end.work
         )
         return Response(status_code=204)
 
@@ -144,6 +182,11 @@ def create_app(tracker: Tracker, join_token: str) -> FastAPI:
     @app.get(PREFIX + "/artifacts/{wanted}", dependencies=guarded)
     async def artifact(wanted: WantedPath) -> Response:
         return Response((await tracker.artifacts.get(wanted)).to_json(), media_type="application/json")
+
+    @app.get(PREFIX + "/ledger", dependencies=guarded)
+    async def ledger(by: str = "node", since: str | None = None, until: str | None = None) -> Response:
+        query = LedgerQuery.parse(by, since, until, now_unix_s=int(time.time()))
+        return _json(await summarize(tracker.database, query))
 
     @app.get(PREFIX + "/status", dependencies=guarded)
     async def status() -> Response:

@@ -7,13 +7,13 @@ import json
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 
 import httpx
 from pydantic import ValidationError
 
 from meshnet.artifact.bundle import Bundle
-from meshnet.core import FinishCause, Noun, RouteSession, ServedModel
+from meshnet.core import FinishCause, HopWork, Noun, RouteSession, ServedModel
 from meshnet.errors import (
     ArtifactError,
     IdentityRefused,
@@ -22,25 +22,32 @@ from meshnet.errors import (
     NoRoute,
     NotAuthorized,
     RequestError,
+    SessionLost,
     TrackerUnavailable,
     UnknownArtifact,
     UnknownModel,
     UsageError,
 )
 from meshnet.tracker.messages import (
+    MAX_RENEWED,
     PREFIX,
     Challenge,
     Departure,
     Heartbeat,
+    HeartbeatAnswer,
     Lease,
+    LedgerSummary,
     N,
     OpenSession,
     PublishedArtifact,
     PublishedArtifacts,
     Registration,
+    RenewSessions,
+    RepairSession,
     ServedModels,
     SessionEnd,
     TrackerStatus,
+    UnknownSessions,
 )
 from meshnet.tracker.publication import Publication, choose, whole_digest
 
@@ -88,9 +95,11 @@ class TrackerClient:
         """Raises ``IdentityRefused``, or ``LeaseLost`` if the challenge is too old."""
         return _read(Lease, await self._call("POST", f"/nodes/{node_id}/lease", registration))
 
-    async def heartbeat(self, node_id: str, beat: Heartbeat) -> None:
-        """Raises ``LeaseLost`` if the lease has ended."""
-        await self._call("POST", f"/nodes/{node_id}/heartbeat", beat)
+    async def heartbeat(self, node_id: str, beat: Heartbeat) -> HeartbeatAnswer:
+        """What the tracker wants of the node. Raises ``LeaseLost`` if the lease has ended."""
+        answer = await self._call("POST", f"/nodes/{node_id}/heartbeat", beat)
+        # An older tracker has nothing to say.
+        return _read(HeartbeatAnswer, answer) if answer else HeartbeatAnswer()
 
     async def deregister(self, node_id: str, departure: Departure) -> None:
         """Raises ``LeaseLost`` if the lease has ended already."""
@@ -102,20 +111,49 @@ class TrackerClient:
     async def models(self) -> Sequence[ServedModel]:
         return _read(ServedModels, await self._call("GET", "/models")).models
 
-    async def open_session(self, model: str, *, avoid_shards: Sequence[str] = ()) -> RouteSession:
+    async def open_session(
+        self,
+        model: str,
+        *,
+        avoid_shards: Sequence[str] = (),
+        prompt_tokens: int | None = None,
+        answer_tokens: int | None = None,
+    ) -> RouteSession:
         """Raises ``UnknownModel`` or ``NoRoute``."""
         try:
-            wanted = OpenSession(model=model, avoid_shards=tuple(avoid_shards))
+            wanted = OpenSession(
+                model=model,
+                avoid_shards=tuple(avoid_shards),
+                prompt_tokens=prompt_tokens,
+                answer_tokens=answer_tokens,
+            )
         except ValidationError:
             raise UnknownModel(f"model {model[:200]!r} is not known", param="model") from None
         return _read(RouteSession, await self._call("POST", "/sessions", wanted))
 
-    async def close_session(self, session_id: str, *, finish_cause: FinishCause, generated_tokens: int) -> None:
-        await self._call(
-            "POST",
-            f"/sessions/{session_id}/end",
-            SessionEnd(finish_cause=finish_cause, generated_tokens=generated_tokens),
-        )
+    async def repair_session(self, session_id: str, *, epoch: int, lost_shards: Sequence[str]) -> RouteSession:
+        """Raises ``NoRoute`` or ``SessionLost``."""
+        broken = RepairSession(epoch=epoch, lost_shards=tuple(lost_shards))
+        return _read(RouteSession, await self._call("POST", f"/sessions/{session_id}/repair", broken))
+
+    async def renew_sessions(self, session_ids: Sequence[str]) -> Sequence[str]:
+        unknown: list[str] = []
+        for start in range(0, len(session_ids), MAX_RENEWED):
+            wanted = RenewSessions(session_ids=tuple(session_ids[start : start + MAX_RENEWED]))
+            unknown += _read(UnknownSessions, await self._call("POST", "/sessions/renew", wanted)).session_ids
+        return tuple(unknown)
+
+    async def close_session(
+        self, session_id: str, *, finish_cause: FinishCause, generated_tokens: int, work: Sequence[HopWork] = ()
+    ) -> None:
+        end = SessionEnd(finish_cause=finish_cause, generated_tokens=generated_tokens, work=tuple(work))
+        await self._call("POST", f"/sessions/{session_id}/end", end)
+
+    async def ledger(self, *, by: str = "node", since: str | None = None, until: str | None = None) -> LedgerSummary:
+        """What nodes have done; the parameters are those of `LedgerQuery.parse`."""
+        asked = {"by": by, "since": since, "until": until}
+        query = urlencode({name: value for name, value in asked.items() if value is not None})
+        return _read(LedgerSummary, await self._call("GET", f"/ledger?{query}"))
 
     async def publish(self, bundle: Bundle) -> PublishedArtifact:
         """Make an artifact known to all nodes, in place of an earlier publication of the same digest.
@@ -215,6 +253,8 @@ def _error_from(answer: httpx.Response, url: str) -> MeshnetError:
             return NoRoute(message)
         case "identity_refused":
             return IdentityRefused(message)
+        case "session_lost":
+            return SessionLost(message)
         case "lease_lost":
             return LeaseLost(message, superseded=bool(told.get("superseded")))
     return TrackerUnavailable(f"the tracker at {url} failed ({answer.status_code} {code}): {message}")

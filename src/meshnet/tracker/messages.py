@@ -22,6 +22,9 @@ PREFIX = "/tracker/v1"
 #: Most shards one node may advertise.
 MAX_SHARDS_PER_NODE = 64
 
+#: Most sessions that one call renews.
+MAX_RENEWED = 10_000
+
 #: Swarms that an artifact had under other file names, and that stay open.
 MAX_EARLIER_SWARMS = 8
 
@@ -156,6 +159,13 @@ class Heartbeat(Noun):
         return self
 
 
+class Pulse(Noun):
+    """What a heartbeat that is otherwise malformed still tells: its node is there."""
+
+    lease_epoch: Epoch
+    instance: Instance
+
+
 class Assignment(Noun):
     """A range that the planner wants this node to hold. What is no longer named is drained and given up."""
 
@@ -208,7 +218,7 @@ class RepairSession(Noun):
 class RenewSessions(Noun):
     """A gateway still wants these sessions."""
 
-    session_ids: Annotated[tuple[SessionId, ...], Field(max_length=10_000)]
+    session_ids: Annotated[tuple[SessionId, ...], Field(max_length=MAX_RENEWED)]
 
 
 class UnknownSessions(Noun):
@@ -223,6 +233,39 @@ class SessionEnd(Noun):
     finish_cause: FinishCause
     generated_tokens: Count
     work: Annotated[tuple[HopWork, ...], Field(max_length=4096)] = ()
+
+
+class LedgerCounts(Noun):
+    """Sums over rows of the ledger. ``layer_tokens`` is layers x tokens, prefill and decode; ``unmeasured_hops`` are
+    those that could not be asked any more, whose counts are what the answers prove."""
+
+    sessions: Count
+    hops: Count
+    unmeasured_hops: Count
+    prefill_tokens: Count
+    decode_tokens: Count
+    layer_tokens: Count
+    bytes_in: Count
+    bytes_out: Count
+    compute_us: Count
+
+
+class LedgerLine(LedgerCounts):
+    """One line of a summary; of node, model and day (UTC) those are set that it was asked by."""
+
+    node: str | None = None
+    model: str | None = None
+    day: str | None = None
+
+
+class LedgerSummary(Noun):
+    """The ledger over the period ``[since, until)``; ``since_unix_s`` None is from the beginning."""
+
+    by: tuple[str, ...]
+    since_unix_s: int | None
+    until_unix_s: int
+    lines: tuple[LedgerLine, ...]
+    total: LedgerCounts
 
 
 class ServedModels(Noun):

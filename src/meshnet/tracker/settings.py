@@ -19,8 +19,12 @@ class TrackerSettings:
     heartbeat_s: float = 2.0
     #: A node that has not reported for this long is lost. Three heartbeats: one lost packet is not a lost node.
     lease_ttl_s: float = 6.0
-    #: Tickets are good for this long, and a session whose gateway vanished is closed after it.
+    #: Tickets are good for this long; no session outlives its last ones.
     session_ttl_s: float = 3600.0
+    #: A session that its gateway has not renewed for this long is an orphan. Gateways renew every 15 s.
+    session_lease_s: float = 60.0
+    #: A shard that a gateway reported lost is avoided for this long by all sessions that have another choice.
+    suspect_s: float = 5.0
     #: Closed sessions are remembered this long, then forgotten.
     keep_closed_sessions_s: float = 86_400.0
     #: How often expiry runs. Routes never use an expired node, however late this is.

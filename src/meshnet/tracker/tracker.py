@@ -35,6 +35,7 @@ class Tracker:
 
     def __init__(self, database: Database, settings: TrackerSettings) -> None:
         self.settings = settings
+        self.database = database
         # Expiry reads the clock at every turn.
         clock = ListeningClock(2 * settings.sweep_s)
         self.registry = Registry(database, settings, clock=clock)
@@ -63,6 +64,7 @@ class Tracker:
                 sweeping.cancel()
                 with suppress(asyncio.CancelledError):
                     await sweeping
+                await tracker.sessions.finish()
         finally:
             await database.close()
 
@@ -84,6 +86,7 @@ class Tracker:
         while True:
             await asyncio.sleep(self.settings.sweep_s)
             self.peers.expire()
+            await self.database.check()
             try:
                 await self.registry.expire()
                 await self.sessions.expire()
