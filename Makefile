@@ -69,7 +69,7 @@ reference: packages-build packages-python ## unpatched llama.cpp, to compare wit
 
 # --------------------------------------------------------------------------------------------------------- use
 
-.PHONY: demo bench
+.PHONY: demo bench bench-repair bench-tracker
 demo: venv worker model ## chat over two workers on this machine; KEEP=1 stays up
 	@$(VENV)/meshnet demo
 
@@ -77,9 +77,15 @@ bench: venv worker model ## side by side with whole-model llama.cpp and its RPC 
 	@$(UPSTREAM) unpatched --target $(BENCH_TARGETS)
 	@$(VENV)/python -m bench $(BENCH_OPTIONS)
 
+bench-repair: venv worker model ## how long an answer stands still when a worker fails
+	@$(VENV)/python -m bench.repair $(BENCH_OPTIONS)
+
+bench-tracker: venv ## a tracker under 1,000 nodes, for ten minutes
+	@$(VENV)/python -m bench.tracker_load $(BENCH_OPTIONS)
+
 # -------------------------------------------------------------------------------------------------------- check
 
-.PHONY: test test-quick test-unit test-native test-integration test-parity test-e2e parity lint format proto
+.PHONY: test test-quick test-unit test-native test-integration test-parity test-e2e parity kill-matrix lint format proto
 test: test-unit test-native test-integration test-parity test-e2e ## everything but lint and the longest sweeps
 	$(call section,all tests passed)
 
@@ -110,6 +116,11 @@ test-e2e: venv native models packages-test
 parity: venv native models reference ## the full parity sweeps (long)
 	$(call section,parity (full))
 	@MESHNET_PARITY=full $(PYTEST) --timeout 0 tests/parity
+
+# Another number: make kill-matrix KILLS=1000; the same ones again: MESHNET_KILL_SEED=… make kill-matrix
+KILLS ?= 200
+kill-matrix: venv worker model ## workers that fail at 200 random moments of answers (long)
+	@MESHNET_KILLS=$(KILLS) $(PYTEST) -s tests/e2e/test_kill_matrix.py
 
 lint: venv packages-lint ## style, types, generated files, patch stack
 	$(call section,lint)

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -99,9 +100,12 @@ class Answer:
 class Replica:
     """One node agent with one worker, reached through a link."""
 
-    def __init__(self, layers: LayerRange, number: int, link: FaultyLink, listen: str) -> None:
+    def __init__(
+        self, layers: LayerRange, number: int, link: FaultyLink, listen: str, options: Sequence[str] = ()
+    ) -> None:
         self.layers = layers
         self.number = number
+        self.options = options
         self.link = link
         #: Of the worker itself, past the link.
         self.listen = listen
@@ -136,15 +140,17 @@ class KillMesh(Mesh):
 
     replicas: list[Replica]
     model_path: Path
-    options: Sequence[str]
     pool: WorkerPool
     http: httpx.AsyncClient
+    #: Of the tracker; and of the gateway where it runs apart.
+    tracker: Child
+    gateway: Child | None = None
 
     async def start_replica(self, replica: Replica) -> None:
         """Start an agent, without waiting; after an earlier one: as the same node."""
         arguments = ["node", "--model", str(self.model_path), "--model-name", MODEL, "--layers", str(replica.layers)]
         # One thread a worker: they share this machine, and their threads spin.
-        arguments += ["--threads", "1", "--tracker", self.url, "--json", *self.options]
+        arguments += ["--threads", "1", "--tracker", self.url, "--json", *replica.options]
         arguments += ["--listen", replica.listen, "--advertise", replica.link.address]
         name = f"node-{replica.layers.start}-{replica.layers.end}-{replica.number}"
         arguments += ["--state-dir", str(self.directory / name)]
@@ -313,35 +319,45 @@ async def kill_mesh(
     ranges: Sequence[str],
     *,
     replicas: int = 2,
+    apart: bool = False,
     serve_options: Sequence[str] = (),
     node_options: Sequence[str] = ("--context", "1024", "--sessions", "4"),
+    range_options: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> AsyncIterator[KillMesh]:
-    """A whole mesh: ``replicas`` nodes for each of ``ranges``."""
+    """A whole mesh: ``replicas`` nodes for each of ``ranges``.
+
+    ``apart``: tracker and gateway are two processes;
+    ``range_options`` are for the nodes of one range, after ``node_options``.
+    """
     async with AsyncExitStack() as stack:
         started = await stack.enter_async_context(children(directory))
         running = KillMesh(directory, started)
         running.model_path = model_path
-        running.options = node_options
-        await running.serve(*serve_options)
+        running.tracker = await running.serve(*(("--tracker-only",) if apart else serve_options))
+        gateway_url = running.url
+        if apart:
+            arguments = ["serve", "--gateway-only", "--tracker", running.url, "--port", "0", "--json", *serve_options]
+            running.gateway = await started.start("gateway", arguments, running.environment)
+            gateway_url = str((await running.gateway.event(DEADLINE_S))["url"])
         running.pool = await stack.enter_async_context(WorkerPool())
-        running.http = await stack.enter_async_context(
-            httpx.AsyncClient(
-                base_url=running.url,
-                headers={"authorization": f"Bearer {API_KEY}"},
-                timeout=ANSWER_TIMEOUT_S,
-                trust_env=False,
-            )
-        )
+        running.http = await stack.enter_async_context(connected(gateway_url))
         running.replicas = []
         for number in range(replicas):
             for text in ranges:
+                options = (*node_options, *range_options.get(text, ()))
                 listen = f"127.0.0.1:{_free_port()}"
                 link = await stack.enter_async_context(FaultyLink(listen))
-                running.replicas.append(Replica(LayerRange.parse(text), number, link, listen))
+                running.replicas.append(Replica(LayerRange.parse(text), number, link, listen, options))
         for replica in running.replicas:
             await running.start_replica(replica)
         await running.whole()
         yield running
+
+
+def connected(url: str) -> httpx.AsyncClient:
+    """A client of the gateway at ``url``."""
+    headers = {"authorization": f"Bearer {API_KEY}"}
+    return httpx.AsyncClient(base_url=url, headers=headers, timeout=ANSWER_TIMEOUT_S, trust_env=False)
 
 
 def _free_port() -> int:
