@@ -174,6 +174,8 @@ class Assignment(Noun):
     layers: LayerRange
     context_tokens: Annotated[int, Field(ge=1)]
     sessions: Annotated[int, Field(ge=1)]
+    #: What the range is expected to take. An estimate: a node that holds the same otherwise leaves it alone.
+    memory_bytes: Count = 0
 
 
 class Neighbour(Noun):
