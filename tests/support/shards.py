@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from meshnet.core import Boundary, LayerRange, Shard
+from collections.abc import Sequence
+
+from meshnet.core import Boundary, Cut, LayerRange, Shard
 from meshnet.tracker.messages import ShardAdvertisement, ShardLoad
 
 WORKER_KEY = "5f" * 32
@@ -20,8 +22,11 @@ def make_shard(
     boundary_out: str | None = None,
     slots: int = 4,
     address: str = "127.0.0.1:1",
+    capacity_tokens: int = 512,
+    cuts: Sequence[int] = (),
 ) -> Shard:
-    """A shard of ``layers`` (``START:END``); boundaries that are not given are those of an unbroken chain."""
+    """A shard of ``layers`` (``START:END``); boundaries that are not given are those of an unbroken chain, and so are
+    those at ``cuts``."""
     where = LayerRange.parse(layers)
     return Shard(
         shard_id=shard_id,
@@ -37,9 +42,10 @@ def make_shard(
         build_id=f"{build} g++",
         engine="test",
         n_ctx_train=1024,
-        session_capacity_tokens=512,
+        session_capacity_tokens=capacity_tokens,
         session_slots=slots,
         max_step_tokens=64,
+        cuts=tuple(Cut(layer=layer, boundary=Boundary(digest="residual")) for layer in cuts),
     )
 
 

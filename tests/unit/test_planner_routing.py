@@ -3,33 +3,43 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations, pairwise
+from statistics import mean
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshnet.core import LayerRange, Route, Shard
 from meshnet.errors import NoRoute
-from meshnet.planner.routing import Offer, choose_route, covers, gaps, why_no_route
+from meshnet.planner.routing import Link, Offer, RouteRequest, choose_route, covers, gaps, why_no_route
 from tests.support.shards import make_shard
 
 
+def parts_of(shard: Shard) -> list[Shard]:
+    """Every range that a session may use of it."""
+    ends = sorted({shard.layers.start, shard.layers.end} | {cut.layer for cut in shard.cuts})
+    return [shard.part(LayerRange(start=start, end=end)) for start, end in combinations(ends, 2)]
+
+
 def every_route(shards: Sequence[Shard], chain: tuple[Shard, ...] = ()) -> Iterator[tuple[Shard, ...]]:
-    """Every chain that `core.Route` would accept, found by trying all of them."""
-    for shard in shards:
-        if shard.follows(chain[-1]) if chain else shard.is_head:
-            if shard.is_tail:
-                yield (*chain, shard)
-            else:
-                yield from every_route(shards, (*chain, shard))
+    """Every chain that `core.Route` would accept and in which no shard stands twice, found by trying all of them."""
+    for whole in shards:
+        if whole.shard_id in {shard.shard_id for shard in chain}:
+            continue
+        for shard in parts_of(whole):
+            if shard.follows(chain[-1]) if chain else shard.is_head:
+                if shard.is_tail:
+                    yield (*chain, shard)
+                else:
+                    yield from every_route(shards, (*chain, shard))
 
 
 @st.composite
-def offers(draw: st.DrawFn) -> list[Offer]:
+def offers(draw: st.DrawFn, max_shards: int = 7) -> list[Offer]:
     n_layer = draw(st.integers(1, 6))
-    n_shards = draw(st.integers(0, 9))
+    n_shards = draw(st.integers(0, max_shards))
     made = []
     for number in range(n_shards):
         start = draw(st.integers(0, n_layer - 1))
@@ -39,22 +49,91 @@ def offers(draw: st.DrawFn) -> list[Offer]:
             f"{start}:{end}",
             n_layer=n_layer,
             model=draw(st.sampled_from(["tiny", "tiny", "tiny", "other"])),
-            artifact=draw(st.sampled_from(["sha256:aa", "sha256:aa", "sha256:bb"])),
-            build=draw(st.sampled_from(["b1", "b1", "b2"])),
-            boundary_in=draw(st.sampled_from(["residual", "residual", "wide"])),
-            boundary_out=draw(st.sampled_from(["residual", "residual", "wide"])),
+            artifact=draw(st.sampled_from(["sha256:aa", "sha256:aa", "sha256:aa", "sha256:bb"])),
+            build=draw(st.sampled_from(["b1", "b1", "b1", "b2"])),
+            boundary_in=draw(st.sampled_from(["residual", "residual", "residual", "wide"])),
+            boundary_out=draw(st.sampled_from(["residual", "residual", "residual", "wide"])),
+            capacity_tokens=draw(st.sampled_from([512, 512, 100])),
+            cuts=[layer for layer in range(start + 1, end) if draw(st.integers(0, 2))],
         )
-        made.append(Offer(shard, busy=draw(st.integers(0, 4)) / 4))
+        made.append(
+            Offer(
+                shard,
+                busy=draw(st.integers(0, 4)) / 4,
+                node_id=f"n{number % 4}",
+                prefill_us=draw(st.sampled_from([None, 10.0, 10.0, 300.0])),
+                decode_us=draw(st.sampled_from([None, 50.0, 50.0, 2000.0])),
+                recent=draw(st.sampled_from([0.0, 0.0, 3.0])),
+            )
+        )
     return made
 
 
-@given(offers(), st.sets(st.sampled_from([f"s{n}" for n in range(9)]), max_size=3), st.randoms())
-def test_the_best_of_all_routes_is_chosen(offered: list[Offer], avoid: set[str], order: random.Random) -> None:
+SHARD_IDS = [f"s{number}" for number in range(7)]
+NODE_PAIRS = st.tuples(*[st.sampled_from([f"n{number}" for number in range(4)])] * 2)
+LINKS = st.dictionaries(
+    NODE_PAIRS, st.builds(Link, st.sampled_from([0.1, 5.0, 40.0]), st.sampled_from([None, 1e6, 1e9])), max_size=6
+)
+RANGES = st.tuples(st.integers(0, 5), st.integers(1, 6)).map(
+    lambda span: LayerRange(start=min(span[0], span[1] - 1), end=span[1])
+)
+REQUESTS = st.builds(
+    RouteRequest, st.sampled_from([1, 1000]), st.sampled_from([1, 100]), st.sampled_from([0, 300, 1000])
+)
+
+
+def cost(
+    chain: Sequence[Shard],
+    offered: Sequence[Offer],
+    request: RouteRequest,
+    keep: Mapping[str, LayerRange],
+    links: Mapping[tuple[str, str], Link],
+) -> tuple[int, int, int, int]:
+    """What a route is judged by: tokens that do not fit, layers not kept, full hops, microseconds."""
+    by_id = {offer.shard.shard_id: offer for offer in offered}
+    kin = [offer for offer in offered if offer.shard.model == "tiny"]
+    hops = [by_id[shard.shard_id] for shard in chain]
+    kept = {shard.shard_id for shard in chain if keep.get(shard.shard_id) == shard.layers}
+    time_us = 0
+    for shard, offer in zip(chain, hops, strict=True):
+        prefill_us = offer.prefill_us or mean([o.prefill_us for o in kin if o.prefill_us] or [200.0])
+        decode_us = offer.decode_us or mean([o.decode_us for o in kin if o.decode_us] or [1000.0])
+        work_us = request.prompt_tokens * prefill_us + request.answer_tokens * decode_us
+        time_us += len(shard.layers) * round(work_us * (1.0 + offer.busy * 4 + 0.02 * offer.recent))
+    for giver, taker in pairwise(hops):
+        link = links.get((giver.node_id, taker.node_id), Link(1.0, 100e6))
+        time_us += 1 + round(500.0 * link.rtt_ms * (request.answer_tokens + 1))
+    back = links.get((hops[-1].node_id, hops[0].node_id), Link(1.0, 100e6))
+    time_us += round(500.0 * back.rtt_ms * request.answer_tokens)
+    return (
+        max(0, request.capacity_tokens - min(shard.session_capacity_tokens for shard in chain)),
+        -sum(len(shard.layers) for shard in chain if shard.shard_id in kept),
+        sum(offer.busy >= 1.0 and offer.shard.shard_id not in kept for offer in hops),
+        time_us,
+    )
+
+
+@settings(max_examples=400)
+@given(
+    offers(),
+    REQUESTS,
+    st.sets(st.sampled_from(SHARD_IDS), max_size=2),
+    st.dictionaries(st.sampled_from(SHARD_IDS), RANGES, max_size=3),
+    LINKS,
+    st.randoms(),
+)
+def test_the_best_of_all_routes_is_chosen(
+    offered: list[Offer],
+    request: RouteRequest,
+    avoid: set[str],
+    keep: dict[str, LayerRange],
+    links: dict[tuple[str, str], Link],
+    order: random.Random,
+) -> None:
     usable = [offer for offer in offered if offer.shard.model == "tiny" and offer.shard.shard_id not in avoid]
-    busy = {offer.shard.shard_id: offer.busy for offer in offered}
     possible = list(every_route([offer.shard for offer in usable]))
     try:
-        route = choose_route("tiny", offered, avoid=avoid)
+        route = choose_route("tiny", offered, request=request, avoid=avoid, keep=keep, links=links)
     except NoRoute:
         assert not possible
         return
@@ -64,19 +143,17 @@ def test_the_best_of_all_routes_is_chosen(offered: list[Offer], avoid: set[str],
     )
     for same in ("model", "artifact_digest", "compatibility_id", "n_layer"):
         assert len({getattr(shard, same) for shard in route.shards}) == 1
-    for previous, shard in zip(route.shards, route.shards[1:], strict=False):
+    for previous, shard in pairwise(route.shards):
         assert previous.boundary_out.digest == shard.boundary_in.digest
     assert not avoid & {shard.shard_id for shard in route.shards}
 
-    def cost(chain: Sequence[Shard]) -> tuple[float, float, int, list[str]]:
-        loads = [busy[shard.shard_id] for shard in chain]
-        return max(loads), sum(loads), len(chain), [shard.shard_id for shard in chain]
-
-    assert cost(route.shards) == min(cost(chain) for chain in possible)
+    assert cost(route.shards, usable, request, keep, links) == min(
+        cost(chain, usable, request, keep, links) for chain in possible
+    )
 
     shuffled = list(offered)
     order.shuffle(shuffled)
-    assert choose_route("tiny", shuffled, avoid=avoid) == route
+    assert choose_route("tiny", shuffled, request=request, avoid=avoid, keep=keep, links=links) == route
 
 
 @given(offers())

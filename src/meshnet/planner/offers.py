@@ -13,13 +13,14 @@ DEFAULT_PROMPT_TOKENS = 500
 DEFAULT_ANSWER_TOKENS = 200
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Offer:
     """A shard that can be used now. ``busy`` is sessions and waiting frames per session slot; at least 0.
 
     A full shard (``free_slots`` 0) is still an offer: the worker alone knows whether it has room, and refuses if not.
     ``free_slots`` None is taken from ``busy``. ``prefill_us`` and ``decode_us`` are microseconds per layer and token as
-    measured; None where nothing was measured yet.
+    measured; None where nothing was measured yet. ``recent`` is how many sessions were given to it lately, however the
+    caller lets them fade: by it shards take turns that are about equal and idle.
     """
 
     shard: Shard
@@ -28,6 +29,7 @@ class Offer:
     free_slots: int | None = None
     prefill_us: float | None = None
     decode_us: float | None = None
+    recent: float = 0.0
 
     @property
     def full(self) -> bool:

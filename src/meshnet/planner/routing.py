@@ -1,13 +1,32 @@
-"""Choosing a route: pure functions over a snapshot of the offered shards."""
+"""Choosing a route: a pure function over a snapshot of the offered shards.
+
+The cost of a route is the time that the request is predicted to take on it, in whole microseconds:
+
+* per hop, its layers times (prompt tokens x prefill cost + answer tokens x decode cost), times one plus the sessions
+  that it already serves. Prefill counts as work, as if chunks did not overlap: what overlaps is work all the same.
+* per seam, half a round trip for every step and the boundary's bytes; and the ring's way back from tail to head.
+
+Before time come, in this order: room for the session's tokens, layers that a broken route computed already and that
+stay where they are, and free session slots.
+
+The search walks the model's layers in order. Shards of the same shape differ by a factor only, so that the cheapest
+stands for all; where links are measured, for a few of them. Inside a shard that may be cut, the cheapest entry so far
+is all that matters at an exit. So the work grows with the number of distinct shapes and their cuts.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import NamedTuple
 
 from meshnet.core import LayerRange, Route, Shard
 from meshnet.errors import NoRoute
+from meshnet.planner.coverage import covers, gaps, why_no_route
 from meshnet.planner.offers import NO_LINKS, Link, Links, Offer, RouteRequest
+from meshnet.planner.shapes import Shape, shape_of
 
 __all__ = ["NO_LINKS", "Link", "Links", "Offer", "RouteRequest", "choose_route", "covers", "gaps", "why_no_route"]
 
@@ -16,9 +35,21 @@ ANY_REQUEST = RouteRequest()
 
 NOTHING_KEPT: Mapping[str, LayerRange] = MappingProxyType({})
 
+#: Costs per layer and token of a mesh where nothing is measured yet, and of a link that is not.
+DEFAULT_PREFILL_US = 200.0
+DEFAULT_DECODE_US = 1000.0
+DEFAULT_LINK = Link(rtt_ms=1.0, bytes_per_s=100e6)
 
-#: Shards that may stand in one route: same artifact, same build compatibility, same number of layers.
-_Kin = tuple[str, str, int]
+#: How much of an open session a recently opened one counts. Small: it only decides between what is about equal.
+RECENT_WEIGHT = 0.02
+
+#: Shards of one shape that are looked at singly because their links differ, and heads that a ring is tried for.
+SAME_SHAPE_WIDTH = 6
+
+#: Far above any time, so that slots come before time, and layers that are kept before slots.
+_MAX_RATE_US = 10**9
+_FULL = 10**15
+_KEPT = 10**21
 
 
 def choose_route(
@@ -30,181 +61,269 @@ def choose_route(
     keep: Mapping[str, LayerRange] = NOTHING_KEPT,
     links: Links = NO_LINKS,
 ) -> Route:
-    """The least loaded route that covers every layer of ``model`` once.
+    """The route with the lowest predicted time for ``request``; the same for the same snapshot, in whatever order.
 
-    Compares the busiest hop first, then the sum over the hops, then the number of hops, then the shard ids, so the
-    same snapshot always gives the same route. Shards named in ``avoid`` are never used.
+    Shards named in ``avoid`` are never used. ``keep`` names the surviving hops of a broken route and the ranges they
+    served: of all routes, one is chosen in which as many layers as possible stay there. A full shard is used only if
+    there is no way round it, one that holds fewer than ``request.capacity_tokens`` only if no route holds as many.
 
     Raises:
         NoRoute: the offered shards do not cover the model; the message says where and why.
     """
     candidates = [offer for offer in offers if offer.shard.model == model]
-    usable = [offer for offer in candidates if offer.shard.shard_id not in avoid]
-    best = _best(usable)
-    if best is not None:
-        return Route(shards=best)
+    usable = [offer for offer in candidates if offer.shard.shard_id not in avoid] if avoid else candidates
+    found = _with_room(usable, request, keep, links)
+    if found is not None:
+        return Route(shards=found)
     reason = why_no_route([offer.shard for offer in usable])
     avoided = sorted({offer.shard.shard_id for offer in candidates} & set(avoid))
     beside = f" (leaving out {', '.join(avoided)}, which just failed or refused)" if avoided else ""
     raise NoRoute(f"no route for {model}{beside}: {reason}")
 
 
-def covers(shards: Iterable[Shard]) -> bool:
-    """True if some of these shards make a route."""
-    return _best([Offer(shard) for shard in shards]) is not None
-
-
-def gaps(n_layer: int, ranges: Iterable[LayerRange]) -> tuple[LayerRange, ...]:
-    """Layers of ``[0, n_layer)`` that none of ``ranges`` holds, as ranges in order."""
-    found: list[LayerRange] = []
-    covered_to = 0
-    for layers in sorted(ranges, key=lambda layers: layers.start):
-        if layers.start > covered_to:
-            found.append(LayerRange(start=covered_to, end=layers.start))
-        covered_to = max(covered_to, layers.end)
-    if covered_to < n_layer:
-        found.append(LayerRange(start=covered_to, end=n_layer))
-    return tuple(found)
-
-
-def why_no_route(shards: Sequence[Shard]) -> str:
-    """What is missing, told from the route that gets furthest. Meant for shards of one model without a route."""
-    if not shards:
-        return "no ready shard holds any of its layers; start a node that serves it"
-    reached: list[tuple[int, Shard | None, _Kin]] = []
-    for kin, members in _by_kin([Offer(shard) for shard in shards]).items():
-        last = _furthest(members)
-        reached.append((last.shard.layers.end if last else 0, last.shard if last else None, kin))
-    layer, last_shard, kin = max(reached, key=lambda found: (found[0], found[2]))
-    n_layer = kin[2]
-    if layer >= n_layer:
-        return "none: a route exists"
-    mismatch = last_shard and _mismatch(last_shard, [shard for shard in shards if shard.layers.start == layer])
-    if mismatch:
-        return mismatch
-    holders = [shard for shard in shards if _kin(shard) == kin]
-    missing = next((gap for gap in gaps(n_layer, [shard.layers for shard in holders]) if gap.start == layer), None)
-    if missing is not None:
-        return f"gap at layer {layer}: no ready shard holds layers {missing}"
-    inside = min(
-        (shard for shard in holders if shard.layers.start < layer < shard.layers.end or shard.layers.start > layer),
-        key=lambda shard: (shard.layers.start, shard.shard_id),
-        default=None,
-    )
-    overlap = f"; {inside.shard_id} holds {inside.layers}, but ranges must meet exactly" if inside else ""
-    return f"gap at layer {layer}: no ready shard starts there{overlap}"
-
-
-def _mismatch(last: Shard, next_shards: Sequence[Shard]) -> str | None:
-    """Why none of the shards that start where ``last`` stops can follow it; None if none starts there."""
-    by_id = sorted(next_shards, key=lambda shard: shard.shard_id)
-    same_file = [shard for shard in by_id if shard.artifact_digest == last.artifact_digest]
-    same_build = [shard for shard in same_file if shard.compatibility_id == last.compatibility_id]
-    layer = last.layers.end
-    if same_build:
-        ours, theirs = last.boundary_out.digest, same_build[0].boundary_in.digest
-        return (
-            f"boundary mismatch at layer {layer}: {last.shard_id} gives {_short(ours)}, "
-            f"{same_build[0].shard_id} takes {_short(theirs)}"
-        )
-    if same_file:
-        ours, theirs = last.compatibility_id, same_file[0].compatibility_id
-        return (
-            f"different builds at layer {layer}: {last.shard_id} is {_short(ours)}, "
-            f"{same_file[0].shard_id} is {_short(theirs)}; run the same Meshnet build on both"
-        )
-    if by_id:
-        ours, theirs = last.artifact_digest, by_id[0].artifact_digest
-        return (
-            f"different model files at layer {layer}: {last.shard_id} serves {_short(ours)}, "
-            f"{by_id[0].shard_id} serves {_short(theirs)}; use the same file on both"
-        )
+def _with_room(
+    usable: Sequence[Offer], request: RouteRequest, keep: Mapping[str, LayerRange], links: Links
+) -> tuple[Shard, ...] | None:
+    """Leaves out shards that are too small for the session, as long as a route remains."""
+    wanted = request.capacity_tokens
+    roomy = [offer for offer in usable if offer.shard.session_capacity_tokens >= wanted]
+    found = _Search(roomy, request, keep, links).best()
+    if found is not None or len(roomy) == len(usable):
+        return found
+    # No route holds what is wanted: then the one that holds most.
+    for capacity in sorted({offer.shard.session_capacity_tokens for offer in usable}, reverse=True):
+        if capacity < wanted:
+            roomy = [offer for offer in usable if offer.shard.session_capacity_tokens >= capacity]
+            found = _Search(roomy, request, keep, links).best()
+            if found is not None:
+                return found
     return None
 
 
-def _kin(shard: Shard) -> _Kin:
-    return shard.artifact_digest, shard.compatibility_id, shard.n_layer
+class _Lane(NamedTuple):
+    """A shard as the search sees it. It may be entered from layer ``enter_from`` to before ``enter_to`` only."""
+
+    shape: Shape
+    offer: Offer
+    rate_us: int  # per layer
+    extra: int  # once
+    node_id: str | None  # None: no link of it is measured
+    enter_from: int
+    enter_to: int
 
 
-def _by_kin(offers: Iterable[Offer]) -> dict[_Kin, list[Offer]]:
-    """Groups that may form routes, each in order of first layer, so that one pass relaxes every path."""
-    groups: dict[_Kin, list[Offer]] = {}
-    for offer in sorted(offers, key=lambda offer: (offer.shard.layers.start, offer.shard.shard_id)):
-        groups.setdefault(_kin(offer.shard), []).append(offer)
-    return groups
+class _Exit(NamedTuple):
+    """The cheapest way to have left ``lane`` at layer ``end``, and what came before it."""
+
+    cost: int
+    lane: _Lane
+    start: int
+    end: int
+    before: _Exit | None
 
 
-def _best(offers: Iterable[Offer]) -> tuple[Shard, ...] | None:
-    found: list[tuple[float, float, int, tuple[str, ...], tuple[Shard, ...]]] = []
-    for members in _by_kin(offers).values():
-        # Two passes: "least busiest hop" and "least sum" together have no optimal substructure, each alone has.
-        bottleneck = _least_bottleneck(members)
-        if bottleneck is not None:
-            path = _least_sum([offer for offer in members if offer.busy <= bottleneck])
-            total = sum(offer.busy for offer in path)
-            shards = tuple(offer.shard for offer in path)
-            found.append((bottleneck, total, len(path), tuple(shard.shard_id for shard in shards), shards))
-    return min(found, key=lambda candidate: candidate[:4])[4] if found else None
+class _Entry(NamedTuple):
+    """The cheapest way to be inside a lane: ``cost`` is that of entering at layer 0 for the same cost further on."""
+
+    cost: int
+    start: int
+    before: _Exit | None
 
 
-#: Where a path stands: the next layer and the digest of the boundary it brings there.
-_Place = tuple[int, str]
+#: Where a shard may be entered, by its id: half-open.
+_Entrances = Mapping[str, tuple[int, int]]
 
 
-def _least_bottleneck(members: Sequence[Offer]) -> float | None:
-    busiest: dict[_Place, float] = {}
-    answer: float | None = None
-    for offer in members:
-        shard = offer.shard
-        before = 0.0 if shard.is_head else busiest.get((shard.layers.start, shard.boundary_in.digest))
-        if before is None:
-            continue
-        here = max(before, offer.busy)
-        if shard.is_tail:
-            answer = here if answer is None else min(answer, here)
-        else:
-            place = (shard.layers.end, shard.boundary_out.digest)
-            busiest[place] = min(here, busiest.get(place, here))
-    return answer
+@dataclass(frozen=True)
+class _Search:
+    """One search over shards that may all be used."""
+
+    offers: Sequence[Offer]
+    request: RouteRequest
+    keep: Mapping[str, LayerRange]
+    links: Links
+    entrances: _Entrances = field(default_factory=dict)
+
+    def best(self) -> tuple[Shard, ...] | None:
+        found = self._cheapest()
+        return None if found is None else _shards(found)
+
+    def _cheapest(self) -> _Exit | None:
+        found: _Exit | None = None
+        for lanes in self._lanes():
+            for head in self._heads(lanes):
+                there = self._sweep(lanes, head)
+                if there is not None and (found is None or there.cost < found.cost):
+                    found = there
+        twice = _used_twice(found)
+        if twice is None:
+            return found
+        # One session cannot be at two hops of the same worker. Every route without that enters the shard either
+        # before the second of the two places, or not before it.
+        shard_id, second = twice
+        enter_from, enter_to = self.entrances.get(shard_id, (0, 10**9))
+        halves = [
+            replace(self, entrances={**self.entrances, shard_id: bounds})._cheapest()
+            for bounds in ((enter_from, second), (second, enter_to))
+        ]
+        return min((half for half in halves if half is not None), key=lambda half: half.cost, default=None)
+
+    def _lanes(self) -> list[list[_Lane]]:
+        """Lanes that may stand in one route together, in an order that does not depend on that of the offers."""
+        prompt, answer = self.request.prompt_tokens, self.request.answer_tokens
+        prefill_us, decode_us = _neutral(self.offers)
+        linked = {node_id for pair in self.links for node_id in pair}
+        groups: dict[tuple[Shape, bool, str | None], list[tuple[int, int, float, str, Offer]]] = {}
+        for offer in self.offers:
+            shard = offer.shard
+            shard_id = shard.shard_id
+            work_us = prompt * (prefill_us if offer.prefill_us is None else offer.prefill_us) + answer * (
+                decode_us if offer.decode_us is None else offer.decode_us
+            )
+            busy = offer.busy
+            rate_us = min(
+                _MAX_RATE_US, round(work_us * (1.0 + busy * shard.session_slots + RECENT_WEIGHT * offer.recent))
+            )
+            free_slots = offer.free_slots
+            full = busy >= 1.0 if free_slots is None else free_slots <= 0
+            alone = shard_id if shard_id in self.entrances or shard_id in self.keep else None
+            key = (shape_of(shard), offer.node_id in linked, alone)
+            ranked = (_FULL if full else 0, rate_us, offer.recent, shard_id, offer)
+            known = groups.get(key)
+            if known is None:
+                groups[key] = [ranked]
+            elif linked:
+                known.append(ranked)
+            elif ranked < known[0]:
+                known[0] = ranked
+        by_kin: dict[tuple[str, str, int], list[_Lane]] = {}
+        for (shape, is_linked, _), members in groups.items():
+            lanes = by_kin.setdefault(shape.kin, [])
+            for extra, rate_us, _, shard_id, offer in sorted(members)[: SAME_SHAPE_WIDTH if is_linked else 1]:
+                node_id = offer.node_id if is_linked else None
+                enter_from, enter_to = self.entrances.get(shard_id, (0, 10**9))
+                lanes.append(_Lane(shape, offer, rate_us, extra, node_id, enter_from, enter_to))
+                kept = self.keep.get(shard_id)
+                if kept is not None and (narrow := _narrowed(shape, kept)) is not None:
+                    # The session has its slot there.
+                    lanes.append(_Lane(narrow, offer, rate_us, -_KEPT * len(kept), node_id, enter_from, enter_to))
+        for lanes in by_kin.values():
+            lanes.sort(key=lambda lane: (lane.extra, lane.shape.sort_key, lane.offer.shard.shard_id))
+        return [by_kin[kin] for kin in sorted(by_kin)]
+
+    def _heads(self, lanes: Sequence[_Lane]) -> Sequence[str | None]:
+        """The nodes that a ring is tried to start at; links decide between them, so None alone without any."""
+        at_zero = [lane for lane in lanes if lane.shape.start == 0]
+        if not self.links:
+            return [None] if at_zero else []
+        ranked = sorted(at_zero, key=lambda lane: (lane.extra, lane.rate_us, lane.offer.shard.shard_id))
+        return list(dict.fromkeys(lane.node_id for lane in ranked))[:SAME_SHAPE_WIDTH]
+
+    def _sweep(self, lanes: Sequence[_Lane], head: str | None) -> _Exit | None:
+        """The cheapest route whose head is on node ``head``, layer by layer."""
+        at_layer: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for number, lane in enumerate(lanes):
+            for index, place in enumerate(lane.shape.places):
+                at_layer[place[0]].append((number, index))
+        inside: list[_Entry | None] = [None] * len(lanes)
+        n_layer = lanes[0].shape.kin[2]
+        found: _Exit | None = None
+        for layer in sorted(at_layer):
+            # Nobody enters and leaves at the same layer, so all exits of this layer are known before its entries.
+            exits: dict[str, dict[str | None, _Exit]] = {}
+            for number, index in at_layer[layer]:
+                entry = inside[number]
+                if entry is None or index == 0:
+                    continue
+                lane = lanes[number]
+                cost = entry.cost + layer * lane.rate_us
+                if layer == n_layer:
+                    cost += self._way_back_us(lane.node_id, head)
+                    if found is None or cost < found.cost:
+                        found = _Exit(cost, lane, entry.start, layer, entry.before)
+                    continue
+                by_node = exits.setdefault(lane.shape.places[index][1], {})
+                known = by_node.get(lane.node_id)
+                if known is None or cost < known.cost:
+                    by_node[lane.node_id] = _Exit(cost, lane, entry.start, layer, entry.before)
+            for number, index in at_layer[layer]:
+                lane = lanes[number]
+                if not lane.enter_from <= layer < lane.enter_to or index + 1 == len(lane.shape.places):
+                    continue
+                if layer == 0:
+                    if lane.node_id == head:
+                        inside[number] = _Entry(lane.extra, 0, None)
+                    continue
+                coming = exits.get(lane.shape.places[index][1])
+                if coming is None:
+                    continue
+                cut_bytes = lane.shape.cut_bytes[index]
+                cost, before = min(
+                    (
+                        (left.cost + self._seam_us(node_id, lane.node_id, cut_bytes), left)
+                        for node_id, left in coming.items()
+                    ),
+                    key=lambda arriving: arriving[0],
+                )
+                cost += lane.extra - layer * lane.rate_us
+                entry = inside[number]
+                if entry is None or cost < entry.cost:
+                    inside[number] = _Entry(cost, layer, before)
+        return found
+
+    def _seam_us(self, giver: str | None, taker: str | None, cut_bytes: int) -> int:
+        """All steps and bytes of the request over one seam. At least 1: of equal routes the shorter one is better."""
+        link = self._link(giver, taker)
+        steps = self.request.answer_tokens + 1
+        n_bytes = cut_bytes * (self.request.prompt_tokens + self.request.answer_tokens)
+        bytes_per_s = link.bytes_per_s or DEFAULT_LINK.bytes_per_s or 1.0
+        return 1 + round(500.0 * link.rtt_ms * steps + 1e6 * n_bytes / bytes_per_s)
+
+    def _way_back_us(self, tail: str | None, head: str | None) -> int:
+        return round(500.0 * self._link(tail, head).rtt_ms * self.request.answer_tokens)
+
+    def _link(self, giver: str | None, taker: str | None) -> Link:
+        if giver is None or taker is None:
+            return DEFAULT_LINK
+        return self.links.get((giver, taker), DEFAULT_LINK)
 
 
-def _least_sum(members: Sequence[Offer]) -> tuple[Offer, ...]:
-    Cost = tuple[float, int, tuple[str, ...]]
-    best: dict[_Place, tuple[Cost, tuple[Offer, ...]]] = {}
-    answers: list[tuple[Cost, tuple[Offer, ...]]] = []
-    start: tuple[Cost, tuple[Offer, ...]] = ((0.0, 0, ()), ())
-    for offer in members:
-        shard = offer.shard
-        before = start if shard.is_head else best.get((shard.layers.start, shard.boundary_in.digest))
-        if before is None:
-            continue
-        (total, hops, ids), path = before
-        here: tuple[Cost, tuple[Offer, ...]] = (
-            (total + offer.busy, hops + 1, (*ids, shard.shard_id)),
-            (*path, offer),
-        )
-        if shard.is_tail:
-            answers.append(here)
-        else:
-            place = (shard.layers.end, shard.boundary_out.digest)
-            known = best.get(place)
-            if known is None or here[0] < known[0]:
-                best[place] = here
-    return min(answers, key=lambda answer: answer[0])[1]
+def _neutral(offers: Iterable[Offer]) -> tuple[float, float]:
+    """Prefill and decode cost of a shard that nobody has measured: the mean of those that somebody has."""
+    prefill = [offer.prefill_us for offer in offers if offer.prefill_us is not None]
+    decode = [offer.decode_us for offer in offers if offer.decode_us is not None]
+    return (
+        sum(prefill) / len(prefill) if prefill else DEFAULT_PREFILL_US,
+        sum(decode) / len(decode) if decode else DEFAULT_DECODE_US,
+    )
 
 
-def _furthest(members: Sequence[Offer]) -> Offer | None:
-    """The last hop of the path that gets furthest from layer 0."""
-    reached: set[_Place] = set()
-    last: Offer | None = None
-    for offer in members:
-        shard = offer.shard
-        if shard.is_head or (shard.layers.start, shard.boundary_in.digest) in reached:
-            reached.add((shard.layers.end, shard.boundary_out.digest))
-            if last is None or shard.layers.end > last.shard.layers.end:
-                last = offer
-    return last
+def _narrowed(shape: Shape, layers: LayerRange) -> Shape | None:
+    """The shape of a shard that serves ``layers`` as a whole; None if it cannot."""
+    index = {place[0]: number for number, place in enumerate(shape.places)}
+    first, last = index.get(layers.start), index.get(layers.end)
+    if first is None or last is None:
+        return None
+    return Shape(shape.kin, (shape.places[first], shape.places[last]), (shape.cut_bytes[first], shape.cut_bytes[last]))
 
 
-def _short(digest: str) -> str:
-    return digest if len(digest) <= 24 else digest[:23] + "…"
+def _used_twice(found: _Exit | None) -> tuple[str, int] | None:
+    """A shard that the route uses twice, and the layer where the later use begins."""
+    seen: dict[str, int] = {}
+    hop = found
+    while hop is not None:
+        shard_id = hop.lane.offer.shard.shard_id
+        if shard_id in seen:
+            return shard_id, seen[shard_id]
+        seen[shard_id] = hop.start
+        hop = hop.before
+    return None
+
+
+def _shards(found: _Exit) -> tuple[Shard, ...]:
+    shards: list[Shard] = []
+    hop: _Exit | None = found
+    while hop is not None:
+        shards.append(hop.lane.offer.shard.part(LayerRange(start=hop.start, end=hop.end)))
+        hop = hop.before
+    return tuple(reversed(shards))
