@@ -39,6 +39,7 @@ def test_there_are_commands() -> None:
         "node",
         "chat",
         "status",
+        "ledger",
         "demo",
         "doctor",
         *(f"artifact {name}" for name in ("create", "inspect", "list", "verify", "remove", "publish", "seed", "pull")),
@@ -80,8 +81,8 @@ def test_defaults_in_the_guide_are_those_of_the_code() -> None:
     defaults = {p.name: p.default for p in COMMANDS["serve"].params}
     assert (defaults["heartbeat_s"], defaults["lease_ttl_s"], defaults["port"]) == (2.0, 6.0, 8080)
     assert (TrackerSettings().heartbeat_s, TrackerSettings().lease_ttl_s) == (2.0, 6.0)
-    assert TrackerSettings().session_ttl_s == 3600
+    assert (defaults["session_lease_s"], TrackerSettings().session_lease_s) == (60.0, 60.0)
     assert (NodeSettings().restart_backoff_s, NodeSettings().restart_backoff_max_s) == (0.2, 30.0)
-    assert NodeSettings().unanswered_limit == 3
-    for text in ("| `--heartbeat-s` | 2 |", "| `--lease-ttl-s` | 6 |", "after 0.2 s", "up to 30 s", "after an hour"):
+    assert (NodeSettings().status_timeout_s, NodeSettings().unanswered_limit) == (1.0, 2)
+    for text in ("| `--heartbeat-s` | 2 |", "| `--lease-ttl-s` | 6 |", "after 0.2 s", "up to 30 s", "for 60 s"):
         assert text in GUIDE

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from meshnet.artifact.swarm import SwarmOptions
     from meshnet.engines.native import WorkerOptions
     from meshnet.node.address import Endpoint
+    from meshnet.node.agent import Lending
     from meshnet.node.identity import NodeIdentity
     from meshnet.node.worker import WorkerPlan
     from meshnet.tracker.client import TrackerClient
@@ -45,12 +46,29 @@ JoinTokenOption = Annotated[
 
 
 def node(
-    layers: Annotated[list[str], typer.Option(help="START:END, or all. Repeat it to serve several ranges.")],
+    layers: Annotated[
+        list[str] | None,
+        typer.Option(help="START:END, or all; repeat it to serve several ranges. [default: what the tracker assigns]"),
+    ] = None,
     model: Annotated[
         str | None, typer.Option(help="GGUF file on this machine (of a split set: any of its files).")
     ] = None,
     artifact: Annotated[
-        str | None, typer.Option(help="Digest or name of a published artifact: fetches what the layers need.")
+        str | None,
+        typer.Option(
+            help="Digest or name of a published artifact: fetches what the layers need. [default without --layers: "
+            "whichever the tracker wants served]"
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(help="Memory to lend, for example 4GB, without --layers. [default: four fifths of what is free]"),
+    ] = None,
+    disk: Annotated[
+        str | None,
+        typer.Option(
+            help="Most that artifacts may take on the disk, without --layers. [default: what is free, the quota]"
+        ),
     ] = None,
     tracker: TrackerOption = DEFAULT_TRACKER,
     join_token: JoinTokenOption = None,
@@ -94,18 +112,23 @@ def node(
 ) -> None:
     """Serve layers of a model and report to a tracker, until SIGTERM or Ctrl-C.
 
+    With --layers, serve these. Without, lend memory and disk to the tracker, which says what to hold.
     A worker that dies is started again. A tracker that does not answer is tried again for ever.
     """
     from meshnet.engines.native import WorkerOptions, find_worker
     from meshnet.node.address import choose_endpoint
+    from meshnet.node.capacity import parse_size
     from meshnet.node.state import node_identity
     from meshnet.tracker.client import base_url
 
-    if (model is None) == (artifact is None):
-        raise UsageError("name either --model FILE, on this machine, or --artifact DIGEST or NAME, to be fetched")
-    ranges = [parse_layers(text) for text in layers]
-    if listen is not None and len(ranges) > 1 and not listen.endswith(":0"):
-        raise UsageError(f"--listen {listen} is one port for {len(ranges)} workers; use port 0, or one node per range")
+    ranges = [parse_layers(text) for text in layers or ()]
+    if ranges:
+        _check_fixed(model, artifact, memory, disk)
+    else:
+        _check_lent(model=model, model_name=model_name, context=context, sessions=sessions)
+    if listen is not None and len(ranges) != 1 and not listen.endswith(":0"):
+        several = f"{len(ranges)} workers" if ranges else "any number of workers"
+        raise UsageError(f"--listen {listen} is one port for {several}; use port 0, or one node per range")
     if model_name is not None:
         model_name = _checked_name(model_name)
     endpoint = choose_endpoint(base_url(tracker), listen=listen, advertise=advertise)
@@ -115,46 +138,53 @@ def node(
         tracker=tracker,
         join_token=credentials.join_token(join_token).value,
         model_name=model_name,
-        options=[
-            WorkerOptions(
-                model=model or "",
-                layers=range_,
-                engine=engine,
-                threads=threads,
-                context_tokens=context,
-                sessions=sessions,
-                step_tokens=step_tokens,
-                chunk_tokens=chunk_tokens,
-                kv_type_k=kv_type_k,
-                kv_type_v=kv_type_v,
-            )
-            for range_ in ranges
-        ],
+        artifact=artifact,
+        ranges=ranges,
+        options=WorkerOptions(
+            model=model or "",
+            layers=None,
+            engine=engine,
+            threads=threads,
+            context_tokens=context,
+            sessions=sessions,
+            step_tokens=step_tokens,
+            chunk_tokens=chunk_tokens,
+            kv_type_k=kv_type_k,
+            kv_type_v=kv_type_v,
+        ),
+        memory_bytes=parse_size(memory, "--memory") if memory is not None else None,
+        disk_bytes=parse_size(disk, "--disk") if disk is not None else None,
         swarm=swarm_options(endpoint, swarm_listen, upload_limit, download_limit, map_ports=map_ports),
         events=JsonEvents() if json_events else LogEvents(),
     )
     plans = _local_plans(node_) if model is not None else None
     with node_identity(state_dir) as identity:
-        asyncio.run(_run(node_, identity, plans, artifact, with_parent=exit_with_parent))
+        asyncio.run(_run(node_, identity, plans, with_parent=exit_with_parent))
 
 
 @dataclass(frozen=True)
 class _Node:
-    """What was asked for."""
+    """What was asked for. Without ``ranges`` the tracker chooses; ``options`` are those of every worker."""
 
     binary: Path
     endpoint: Endpoint
     tracker: str
     join_token: str
     model_name: str | None
-    options: list[WorkerOptions]
+    artifact: str | None
+    ranges: list[LayerRange | None]
+    options: WorkerOptions
+    memory_bytes: int | None
+    disk_bytes: int | None
     swarm: SwarmOptions
     events: Events
 
+    @property
+    def range_options(self) -> list[WorkerOptions]:
+        return [replace(self.options, layers=layers) for layers in self.ranges]
 
-async def _run(
-    node_: _Node, identity: NodeIdentity, plans: list[WorkerPlan] | None, artifact: str | None, *, with_parent: bool
-) -> None:
+
+async def _run(node_: _Node, identity: NodeIdentity, plans: list[WorkerPlan] | None, *, with_parent: bool) -> None:
     from meshnet.cli.stopping import stop_requests
     from meshnet.node.agent import Agent
     from meshnet.tracker.client import TrackerClient
@@ -170,14 +200,17 @@ async def _run(
     async with AsyncExitStack() as stack:
         stack.enter_context(stop_requests(on_stop, with_parent=with_parent))
         client = await stack.enter_async_context(TrackerClient(node_.tracker, node_.join_token))
-        fetching: asyncio.Task[None] | None = None
-        if plans is None:
-            provided = await _unless(stop, _provide(node_, client, str(artifact), stack))
-            if provided is None:
-                return
-            plans, fetching = provided
         on_ready = partial(node_.events.ready, identity.node_id)
-        agent = Agent(identity, client, plans, on_ready=on_ready)
+        fetching: asyncio.Task[None] | None = None
+        if not node_.ranges:
+            agent = Agent(identity, client, [], lending=_lending(node_, client), on_ready=on_ready)
+        else:
+            if plans is None:
+                provided = await _unless(stop, _provide(node_, client, str(node_.artifact), stack))
+                if provided is None:
+                    return
+                plans, fetching = provided
+            agent = Agent(identity, client, plans, on_ready=on_ready)
         serving = asyncio.create_task(agent.run(stop))
         try:
             await asyncio.wait([serving, *([fetching] if fetching else [])], return_when=asyncio.FIRST_COMPLETED)
@@ -189,17 +222,53 @@ async def _run(
     log.info("stopped")
 
 
+def _lending(node_: _Node, client: TrackerClient) -> Lending:
+    """What a node without layers of its own offers, and how it gets what it is given."""
+    from meshnet.artifact.library import Library
+    from meshnet.node.agent import Lending
+    from meshnet.node.capacity import Capacity
+    from meshnet.node.providers import Providers, RangePreparation
+    from meshnet.tracker.announce import announce_url
+
+    library = Library()
+    capacity = Capacity(
+        library,
+        memory_bytes=node_.memory_bytes,
+        disk_limit_bytes=node_.disk_bytes,
+        threads=node_.options.threads,
+        artifact=node_.artifact,
+    )
+    log.info("lending %.1f GB of memory to the tracker", capacity.memory_bytes / 1e9)
+    trackers = [announce_url(client.url, node_.join_token)]
+    providers = Providers(client, library, node_.swarm, trackers=trackers, on_progress=node_.events.progress)
+    return Lending(capacity, RangePreparation(providers, node_.binary, node_.options, node_.endpoint))
+
+
+def _check_fixed(model: str | None, artifact: str | None, memory: str | None, disk: str | None) -> None:
+    if (model is None) == (artifact is None):
+        raise UsageError("name either --model FILE, on this machine, or --artifact DIGEST or NAME, to be fetched")
+    if memory is not None or disk is not None:
+        raise UsageError("--memory and --disk are lent to the tracker; with --layers the node takes what these need")
+
+
+def _check_lent(**fixed: object) -> None:
+    for name, value in fixed.items():
+        if value is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{option} goes with --layers; without --layers the tracker chooses what the node serves")
+
+
 def _local_plans(node_: _Node) -> list[WorkerPlan]:
     """Plans over files of this machine, or for an engine that reads none."""
     from meshnet.artifact.create import default_name
     from meshnet.node.model import LocalModel
     from meshnet.node.worker import WorkerPlan
 
-    model = node_.options[0].model
+    model = node_.options.model
     name = node_.model_name
     source = None
-    if node_.options[0].engine == "llama":
-        first_file, digest, stamps = _identify(Path(model), [options.layers for options in node_.options])
+    if node_.options.engine == "llama":
+        first_file, digest, stamps = _identify(Path(model), node_.ranges)
         name = name or default_name(first_file)
         source = LocalModel(stamps)
         model = str(first_file)
@@ -214,7 +283,7 @@ def _local_plans(node_: _Node) -> list[WorkerPlan]:
             endpoint=node_.endpoint,
             source=source,
         )
-        for options in node_.options
+        for options in node_.range_options
     ]
 
 
@@ -233,7 +302,7 @@ async def _provide(
     trackers = [announce_url(client.url, node_.join_token)]
     provider = Provider(library, stored, node_.swarm, trackers=trackers)
     fetching = await stack.enter_async_context(providing(provider))
-    ranges = await provide_ranges(provider, node_.binary, node_.options, node_.events.progress)
+    ranges = await provide_ranges(provider, node_.binary, node_.range_options, node_.events.progress)
     progress = asyncio.create_task(until_complete(provider, node_.events.progress))
     stack.callback(progress.cancel)
     plans = [

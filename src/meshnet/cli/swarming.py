@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import re
-import socket
 from typing import TYPE_CHECKING
 
 from meshnet.errors import ArtifactError, UsageError
@@ -34,11 +33,12 @@ def swarm_options(
         UsageError: an address or a rate is malformed.
     """
     from meshnet.artifact.swarm import SwarmOptions
-    from meshnet.node.address import WILDCARDS, split_address
+    from meshnet.node.address import WILDCARDS, free_port, split_address
 
     host, port = split_address(listen, what="--swarm-listen") if listen else (endpoint.listen.rpartition(":")[0], 0)
     if host in WILDCARDS and not port:
-        port = _free_port(host.strip("[]"))
+        # The same on every interface: libtorrent would take another for each, and only one can be announced.
+        port = free_port(host)
     return SwarmOptions(
         listen=f"{host}:{port}",
         announce_host=_ip_address(endpoint.advertise_host.strip("[]")),
@@ -63,14 +63,6 @@ def web_seed_base(manifest: Manifest, url: str) -> str:
             f"web seed {url!r} is not http(s)://HOST/…/{place}: there the files must be called as in the manifest"
         )
     return base
-
-
-def _free_port(host: str) -> int:
-    # The same on every interface: libtorrent would take another for each, and only one can be announced.
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 def _ip_address(host: str) -> str | None:

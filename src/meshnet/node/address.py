@@ -91,3 +91,11 @@ def local_address_towards(tracker_url: str) -> str:
             "check --tracker, or pass --listen HOST:PORT"
         ) from error
     return f"[{found}]" if found.version == 6 else str(found)
+
+
+def free_port(host: str) -> int:
+    """A port of ``host`` (a wildcard: of every address) that nobody listens on now. Raises ``OSError``."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((host.strip("[]"), 0))
+        return int(probe.getsockname()[1])

@@ -7,22 +7,45 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from meshnet.core import Shard
 from meshnet.errors import LeaseLost, MeshnetError, NotAuthorized, RequestError, TrackerUnavailable
+from meshnet.node.assigned import AssignedRanges, Preparation
+from meshnet.node.capacity import Capacity
 from meshnet.node.identity import NodeIdentity
+from meshnet.node.links import Links
 from meshnet.node.settings import NodeSettings
 from meshnet.node.shard import ShardKeeper
 from meshnet.node.worker import WorkerPlan
 from meshnet.rpc.client import WorkerPool
 from meshnet.tracker.client import TrackerClient
-from meshnet.tracker.messages import Departure, Heartbeat, Lease
+from meshnet.tracker.messages import (
+    MAX_SHARDS_PER_NODE,
+    Activity,
+    Departure,
+    Heartbeat,
+    HeartbeatAnswer,
+    Lease,
+    NodeCapacity,
+)
 
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Lending:
+    """What a node lends to the planner, and how the ranges that it is given are got ready."""
+
+    capacity: Capacity
+    prepare: Preparation
+
+
 class Agent:
-    """One node. ``on_ready`` is called with each shard whenever a worker has become ready for it."""
+    """One node: serves ``plans``, and with ``lending`` what the tracker assigns.
+
+    ``on_ready`` is called with each shard whenever a worker has become ready for it.
+    """
 
     def __init__(
         self,
@@ -31,6 +54,7 @@ class Agent:
         plans: Sequence[WorkerPlan],
         settings: NodeSettings | None = None,
         *,
+        lending: Lending | None = None,
         on_ready: Callable[[Shard], None] = lambda shard: None,
     ) -> None:
         self._identity = identity
@@ -46,6 +70,19 @@ class Agent:
             ShardKeeper(identity.node_id, plan, self._settings, on_ready=on_ready, on_change=self._changed.set)
             for plan in plans
         ]
+        self._capacity = lending.capacity if lending is not None else None
+        self._assigned: AssignedRanges | None = None
+        if lending is not None:
+            self._assigned = AssignedRanges(
+                identity.node_id,
+                lending.prepare,
+                self._settings,
+                memory_bytes=lending.capacity.memory_bytes,
+                on_ready=on_ready,
+                on_change=self._changed.set,
+            )
+        self._links = Links()
+        self._not_ready: dict[str, str] = {}
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until ``stop`` is set; then withdraw from the tracker, drain the workers, and return.
@@ -62,6 +99,7 @@ class Agent:
         async with WorkerPool() as pool:
             reporting = asyncio.create_task(self._report(pool), name="heartbeats")
             serving = [asyncio.create_task(keeper.run(), name="shard") for keeper in self._keepers]
+            measuring = asyncio.create_task(self._links.run(), name="links")
             stopping = asyncio.create_task(stop.wait(), name="stop")
             try:
                 done, _ = await asyncio.wait([stopping, reporting, *serving], return_when=asyncio.FIRST_COMPLETED)
@@ -70,9 +108,9 @@ class Agent:
                 self._leaving = True
                 self._changed.set()
                 await asyncio.wait([reporting], timeout=self._settings.departure_timeout_s)
-                await _end([reporting, stopping])
+                await _end([reporting, measuring, stopping])
                 await self._depart()
-                await _end(serving)
+                await asyncio.gather(_end(serving), self._give_up_assigned())
         for task in done - {stopping}:
             task.result()
 
@@ -80,6 +118,12 @@ class Agent:
         """End the workers without draining: for a second Ctrl-C."""
         for keeper in self._keepers:
             keeper.kill()
+        if self._assigned is not None:
+            self._assigned.kill()
+
+    async def _give_up_assigned(self) -> None:
+        if self._assigned is not None:
+            await self._assigned.close()
 
     async def _report(self, pool: WorkerPool) -> None:
         accepted = False
@@ -95,6 +139,8 @@ class Agent:
                 await self._heartbeat(self._lease, pool)
                 accepted, trouble = True, ""
                 pause_s = self._lease.heartbeat_ms / 1000
+                if self._assigned is not None and self._assigned.is_idle:
+                    pause_s = min(pause_s, self._settings.idle_poll_s)
             except MeshnetError as error:
                 if not _worth_retrying(error, accepted):
                     raise
@@ -109,15 +155,42 @@ class Agent:
                     await self._changed.wait()
 
     async def _heartbeat(self, lease: Lease, pool: WorkerPool) -> None:
-        offered = await asyncio.gather(*(keeper.advertisement(pool) for keeper in self._keepers))
-        await self._tracker.heartbeat(
+        keepers = self._all_keepers()
+        offered = [one for one in await asyncio.gather(*(k.advertisement(pool) for k in keepers)) if one is not None]
+        answer = await self._tracker.heartbeat(
             self._node_id,
             Heartbeat(
                 lease_epoch=lease.lease_epoch,
                 instance=self._instance,
-                shards=tuple(advertised for advertised in offered if advertised is not None),
+                shards=tuple(offered[:MAX_SHARDS_PER_NODE]),
+                capacity=await self._offered_capacity(),
+                links=self._links.measures,
+                activities=tuple(self._activities()[:MAX_SHARDS_PER_NODE]),
             ),
         )
+        self._take(answer)
+
+    def _take(self, answer: HeartbeatAnswer) -> None:
+        if self._leaving:
+            return
+        if self._assigned is not None and answer.assignments is not None:
+            self._assigned.reconcile(answer.assignments)
+        self._links.name(answer.neighbours)
+        for shard_id, reason in sorted(answer.not_ready.items()):
+            if self._not_ready.get(shard_id) != reason:
+                log.info("shard %s takes no sessions yet: %s", shard_id, reason)
+        self._not_ready = answer.not_ready
+
+    def _all_keepers(self) -> list[ShardKeeper]:
+        return [*self._keepers, *(self._assigned.keepers if self._assigned is not None else ())]
+
+    def _activities(self) -> list[Activity]:
+        told = [activity for keeper in self._keepers if (activity := keeper.activity()) is not None]
+        return [*told, *(self._assigned.activities() if self._assigned is not None else ())]
+
+    async def _offered_capacity(self) -> NodeCapacity | None:
+        # In a thread: it walks over the store now and then.
+        return await asyncio.to_thread(self._capacity.read) if self._capacity is not None else None
 
     async def _depart(self) -> None:
         if self._lease is None:

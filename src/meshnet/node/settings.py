@@ -20,10 +20,17 @@ class NodeSettings:
     #: … and starts over once a worker has lived this long.
     steady_after_s: float = 60.0
     #: A healthy worker answers Status from memory, whatever its engine does.
-    status_timeout_s: float = 2.0
-    #: A worker that leaves so many Status calls in a row unanswered hangs, and is killed and restarted.
-    unanswered_limit: int = 3
+    #: One that does not is withdrawn at once …
+    status_timeout_s: float = 1.0
+    #: … and killed and restarted if it leaves so many calls in a row unanswered. The next one follows at once.
+    unanswered_limit: int = 2
     #: Between attempts to reach a tracker that does not answer, and between heartbeats before a lease says otherwise.
     retry_s: float = 1.0
+    #: A node that lends capacity and holds nothing asks so often for something to do: a broken route may wait for it.
+    idle_poll_s: float = 0.5
+    #: Before an assigned range that failed is tried again; doubles with every further failure …
+    range_retry_s: float = 1.0
+    #: … up to this.
+    range_retry_max_s: float = 60.0
     #: For saying goodbye; a tracker that does not answer must not hold up a shutdown.
     departure_timeout_s: float = 2.0

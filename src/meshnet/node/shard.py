@@ -14,13 +14,16 @@ from meshnet.node.settings import NodeSettings
 from meshnet.node.worker import Worker, WorkerPlan
 from meshnet.rpc.client import WorkerPool
 from meshnet.rpc.generated import shard_pb2 as pb
-from meshnet.tracker.messages import ShardAdvertisement, ShardLoad
+from meshnet.tracker.messages import Activity, ShardAdvertisement, ShardLoad
 
 log = logging.getLogger(__name__)
 
+#: Characters of a reason that the tracker is told.
+MAX_TROUBLE = 1000
+
 
 class ShardKeeper:
-    """Keeps one shard served. ``on_change`` is called whenever it becomes ready or stops being so."""
+    """Keeps one shard served. ``on_change`` is called whenever the tracker should hear of it at once."""
 
     def __init__(
         self,
@@ -41,6 +44,13 @@ class ShardKeeper:
         self._process: Worker | None = None
         self._load = ShardLoad()
         self._unanswered = 0
+        self._load_ms = 0
+        #: Whether a worker has ever been ready.
+        self.has_served = False
+        #: What is being done while nothing is offered.
+        self._state: str | None = None
+        self._since_unix_s = time.time()
+        self._trouble = ""
 
     async def run(self) -> None:
         """Serve until cancelled; the worker is then drained.
@@ -62,10 +72,14 @@ class ShardKeeper:
                 worker = await self._start()
             except WorkerError as error:
                 log.error("restart %d of layers %s failed: %s", deaths, self._layers, error)
+                self._enter("failed", str(error))
                 worker = None
 
     async def advertisement(self, pool: WorkerPool) -> ShardAdvertisement | None:
-        """The shard with its present load, or None while it is not served. A worker that hangs is killed."""
+        """The shard with its present load, or None while it is not served.
+
+        A worker that does not answer is not offered. It is asked again at once, and killed if it hangs.
+        """
         worker = self._worker
         if worker is None:
             return None
@@ -82,13 +96,44 @@ class ShardKeeper:
             self._load = _load(await client.status(timeout_s=self._settings.status_timeout_s))
             self._unanswered = 0
         except (HopLost, HopRefused) as error:
+            if worker is not self._worker:
+                return None  # it died while it was asked
             self._unanswered += 1
-            if self._unanswered >= self._settings.unanswered_limit and worker is self._worker:
+            if self._unanswered >= self._settings.unanswered_limit:
                 log.error("worker %s hangs (%s); killing it", worker.shard_id, error)
                 worker.signal_kill()
+            else:
+                log.warning("worker %s does not answer (%s); withdrawing it", worker.shard_id, error)
+                self._on_change()
+            return None
         if worker is not self._worker:
-            return None  # it died while it was asked
-        return ShardAdvertisement(shard=worker.shard, worker_key=worker.worker_key, load=self._load)
+            return None
+        source = self._plan.source
+        return ShardAdvertisement(
+            shard=worker.shard,
+            worker_key=worker.worker_key,
+            load=self._load,
+            pull_ms=source.pull_ms if source is not None else None,
+            load_ms=self._load_ms,
+        )
+
+    def activity(self) -> Activity | None:
+        """What is being done for the range, or None while it is served (or not known which layers it has)."""
+        layers = self._plan.options.layers
+        if self._state is None or layers is None:
+            return None
+        source = self._plan.source
+        verified_bytes, wanted_bytes = source.progress() if source is not None else (0, 0)
+        return Activity(
+            artifact_digest=self._plan.artifact_digest,
+            model=self._plan.model_name,
+            layers=layers,
+            state=self._state,
+            since_unix_s=self._since_unix_s,
+            verified_bytes=verified_bytes,
+            wanted_bytes=wanted_bytes,
+            trouble=self._trouble[:MAX_TROUBLE],
+        )
 
     def kill(self) -> None:
         """End the worker without draining."""
@@ -99,9 +144,15 @@ class ShardKeeper:
         # A new id per process: a ticket or an avoided shard of the dead worker never means the new one.
         layers = str(self._layers).replace(":", "-")
         shard_id = f"{self._node_id}/{layers}.{secrets.token_hex(2)}"
+        if self._state != "failed":
+            self._enter("pulling")
         await self._plan.prepare_model()
         log.info("starting a worker for layers %s of %s", self._layers, self._plan.model_name)
-        return await Worker.start(self._plan, shard_id, timeout_s=self._settings.start_timeout_s)
+        self._enter("loading")
+        began_s = time.monotonic()
+        worker = await Worker.start(self._plan, shard_id, timeout_s=self._settings.start_timeout_s)
+        self._load_ms = round((time.monotonic() - began_s) * 1000)
+        return worker
 
     async def _serve(self, worker: Worker) -> float:
         """Offer a ready worker until it dies; returns how long it lived, in seconds."""
@@ -109,16 +160,30 @@ class ShardKeeper:
         self._load = ShardLoad()
         self._unanswered = 0
         self._worker = self._process = worker
+        ending = ""
+        self.has_served = True
         try:
-            self._on_change()
+            self._enter(None)
             self._on_ready(worker.shard)
             ending = await worker.wait()
         finally:
             self._worker = None
-            self._on_change()
+            if ending:
+                self._enter("failed", f"the worker died ({ending})")
+            else:
+                self._enter("draining")
             await worker.stop(drain_timeout_s=self._settings.drain_timeout_s)
         log.error("worker %s died (%s)%s", worker.shard_id, ending, worker.told())
         return time.monotonic() - started
+
+    def _enter(self, state: str | None, trouble: str = "") -> None:
+        if trouble:
+            self._trouble = trouble
+        elif state is None:
+            self._trouble = ""
+        self._state = state
+        self._since_unix_s = time.time()
+        self._on_change()
 
     def _backoff_s(self, deaths: int) -> float:
         doubled_s = self._settings.restart_backoff_s * 2.0 ** min(deaths - 1, 20)

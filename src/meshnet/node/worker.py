@@ -19,9 +19,9 @@ from google.protobuf.json_format import ParseDict, ParseError
 
 from meshnet.core import Shard
 from meshnet.engines.native import KEY_ENVIRONMENT, WorkerOptions, worker_command
-from meshnet.errors import UsageError, WorkerError
+from meshnet.errors import RangeRefused, UsageError, WorkerError
 from meshnet.node.address import Endpoint
-from meshnet.node.model import ModelSource
+from meshnet.node.model import ILLEGAL_CUT, ModelSource
 from meshnet.rpc.convert import shard_from_description
 from meshnet.rpc.generated import shard_pb2 as pb
 
@@ -164,7 +164,8 @@ class Worker:
         event = await self._read_event()
         if event.get("event") == "failed":
             message = str(event.get("message") or "no reason given")
-            raise WorkerError(f"the worker cannot load {plan.options.model} ({event.get('code')}): {message}")
+            kind = RangeRefused if event.get("code") == ILLEGAL_CUT else WorkerError
+            raise kind(f"the worker cannot load {plan.options.model} ({event.get('code')}): {message}")
         try:
             description = ParseDict(event["description"], pb.DescribeResponse(), ignore_unknown_fields=True)
             self.address = str(event["address"])
