@@ -36,7 +36,7 @@ def serve(
         Path | None, typer.Option(help="Where the tracker keeps its database. [default: STORE/tracker]")
     ] = None,
     database: Annotated[
-        str | None, typer.Option(help="SQLAlchemy URL of another database, with an async driver.")
+        str | None, typer.Option(help="URL of another database: postgresql://USER:PASSWORD@HOST/NAME.")
     ] = None,
     heartbeat_s: Annotated[float, typer.Option("--heartbeat-s", help="How often nodes report, in seconds.")] = 2.0,
     lease_ttl_s: Annotated[
@@ -49,6 +49,10 @@ def serve(
         float,
         typer.Option("--repair-timeout-s", help="How long an answer whose route broke waits for another, in seconds."),
     ] = 30.0,
+    session_lease_s: Annotated[
+        float,
+        typer.Option("--session-lease-s", help="A session not renewed for this long is an orphan, in seconds."),
+    ] = 60.0,
     json_events: Annotated[bool, typer.Option("--json", help="Print a JSON line when ready, and no secrets.")] = False,
     exit_with_parent: Annotated[bool, typer.Option("--exit-with-parent", hidden=True)] = False,
 ) -> None:
@@ -79,6 +83,7 @@ def serve(
             database=database,
             heartbeat_s=heartbeat_s,
             lease_ttl_s=lease_ttl_s,
+            session_lease_s=session_lease_s,
             step_timeout_s=step_timeout_s,
             repair_timeout_s=repair_timeout_s,
             json_events=json_events,
@@ -98,6 +103,7 @@ async def _serve(
     database: str | None,
     heartbeat_s: float,
     lease_ttl_s: float,
+    session_lease_s: float,
     step_timeout_s: float,
     repair_timeout_s: float,
     json_events: bool,
@@ -109,7 +115,7 @@ async def _serve(
     from meshnet.core import RouteSource
     from meshnet.tracker.app import create_app as create_tracker_app
     from meshnet.tracker.client import HttpRouteSource
-    from meshnet.tracker.database import sqlite_url
+    from meshnet.tracker.database_url import sqlite_directory, sqlite_url
     from meshnet.tracker.exclusive import only_process
     from meshnet.tracker.settings import TrackerSettings
     from meshnet.tracker.tracker import Tracker
@@ -122,15 +128,19 @@ async def _serve(
         if remote_tracker is not None:
             source = await stack.enter_async_context(HttpRouteSource(remote_tracker, join_token.value))
         else:
-            directory = state_dir or store_root() / "tracker"
-            stack.enter_context(
-                only_process(
-                    directory / "tracker.lock",
-                    otherwise=f"another tracker is running on {directory}; stop it, or pass --state-dir",
+            url = database or sqlite_url((state_dir or store_root() / "tracker") / "tracker.sqlite3")
+            directory = sqlite_directory(url)
+            # A database on a server has a lock of its own.
+            if directory is not None:
+                stack.enter_context(
+                    only_process(
+                        directory / "tracker.lock",
+                        otherwise=f"another tracker is running on {directory}; stop it, or pass --state-dir",
+                    )
                 )
+            settings = TrackerSettings(
+                heartbeat_s=heartbeat_s, lease_ttl_s=lease_ttl_s, session_lease_s=session_lease_s
             )
-            settings = TrackerSettings(heartbeat_s=heartbeat_s, lease_ttl_s=lease_ttl_s)
-            url = database or sqlite_url(directory / "tracker.sqlite3")
             tracker = await stack.enter_async_context(Tracker.open(url, settings))
             source = tracker.sessions
             tracker_app = create_tracker_app(tracker, join_token.value)

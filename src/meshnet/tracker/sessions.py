@@ -10,16 +10,16 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 from meshnet.core import FinishCause, HopWork, LayerRange, Route, RouteSession, ServedModel
 from meshnet.errors import NoRoute, SessionLost, UnknownModel
 from meshnet.planner.offers import DEFAULT_ANSWER_TOKENS, DEFAULT_PROMPT_TOKENS, Offer, RouteRequest
-from meshnet.planner.routing import ANY_REQUEST, NOTHING_KEPT, choose_route
+from meshnet.planner.routing import NOTHING_KEPT, choose_route
 from meshnet.rpc.tickets import make_ticket
 from meshnet.tracker.database import Database
+from meshnet.tracker.market import Market
 from meshnet.tracker.open_sessions import Hop, OpenSession, OpenSessions
-from meshnet.tracker.registry import LIVE, Registry
+from meshnet.tracker.registry import Registry
 from meshnet.tracker.session_states import SessionEvent, SessionState, after
 from meshnet.tracker.session_store import SessionStore
 from meshnet.tracker.settings import TrackerSettings
@@ -28,14 +28,6 @@ log = logging.getLogger(__name__)
 
 #: Closed sessions are looked through this often for those to forget.
 TIDY_S = 60.0
-
-
-@dataclass(frozen=True)
-class _Offered:
-    """The shards of a model now, and by shard id the keys of their workers and their nodes."""
-
-    offers: list[Offer]
-    keys: dict[str, bytes]
 
 
 class Sessions:
@@ -54,6 +46,7 @@ class Sessions:
         self._settings = settings
         self._clock = clock
         self._open = OpenSessions()
+        self._market = Market(registry, self._open)
         #: Ends that are still to be recorded.
         self._given_up: dict[str, SessionState] = {}
         self._tidied_s: float | None = None
@@ -77,7 +70,7 @@ class Sessions:
         served = []
         for name, offers in sorted(by_model.items()):
             try:
-                route = choose_route(name, offers)
+                route = choose_route(name, offers, links=self._market.links())
             except NoRoute:
                 continue
             head = route.shards[0]
@@ -111,7 +104,7 @@ class Sessions:
         if model not in known:
             told = f"known models: {', '.join(known)}" if known else "no node has offered any model yet"
             raise UnknownModel(f"model {model!r} is not known; {told}", param="model")
-        offered = self._offered(model)
+        offered = self._market.offered(model)
         route = self._choose(model, offered.offers, _request(prompt_tokens, answer_tokens), avoid_shards)
         opened_unix_s = int(self._clock())
         opened = OpenSession(
@@ -150,9 +143,12 @@ class Sessions:
             raise SessionLost(f"epoch {epoch} of this session is over; its last one is {session.epoch}")
         after(SessionState.OPEN, SessionEvent.REPAIRED)
         session.renewed_s = now_s
-        offered = self._offered(session.model, artifact_digest=session.artifact_digest)
+        offered = self._market.offered(session.model, artifact_digest=session.artifact_digest)
         keep = {hop.shard_id: hop.layers for hop in session.hops if hop.shard_id not in lost_shards}
-        route = self._choose(session.model, offered.offers, ANY_REQUEST, lost_shards, keep)
+        # What the session was opened for still has to fit.
+        capacity = min((hop.capacity_tokens for hop in session.hops), default=0)
+        request = RouteRequest(capacity_tokens=capacity)
+        route = self._choose(session.model, offered.offers, request, lost_shards, keep)
         before = (session.epoch, session.hops, session.expires_unix_s)
         hops, expires_unix_s = _hops(route, offered.offers), self._expiry(now_unix_s)
         # At once, so that of two repairs of the same epoch one is refused.
@@ -227,7 +223,7 @@ class Sessions:
 
     def offers(self) -> tuple[Offer, ...]:
         """Every shard that takes sessions now, with its load."""
-        return tuple(self._offered(None).offers)
+        return tuple(self._market.offered().offers)
 
     def open_on(self, shard_id: str) -> int:
         """Sessions of this shard that nobody has closed yet."""
@@ -261,44 +257,14 @@ class Sessions:
         keep: Mapping[str, LayerRange] = NOTHING_KEPT,
     ) -> Route:
         avoided = frozenset(avoid)
+        links = self._market.links()
         suspects = self._open.suspects(self._registry.now_s()) - avoided
         if suspects:
             try:
-                return choose_route(model, offers, request=request, avoid=avoided | suspects, keep=keep)
+                return choose_route(model, offers, request=request, avoid=avoided | suspects, keep=keep, links=links)
             except NoRoute:
                 pass
-        return choose_route(model, offers, request=request, avoid=avoided, keep=keep)
-
-    def _offered(self, model: str | None, *, artifact_digest: str | None = None) -> _Offered:
-        now_s = self._registry.now_s()
-        offers: list[Offer] = []
-        keys: dict[str, bytes] = {}
-        for node in self._registry.nodes():
-            if node.state != LIVE:
-                continue
-            for shard_id, advertised in node.shards.items():
-                shard, load = advertised.shard, advertised.load
-                if load.draining or (model is not None and shard.model != model):
-                    continue
-                if artifact_digest is not None and shard.artifact_digest != artifact_digest:
-                    continue
-                # What the worker counted itself, and what was sent there since: a session whose gateway has vanished
-                # stays open here until its lease ends, on the worker only until it notices.
-                taken = load.open_sessions + self._open.given_since(shard_id, node.reported_s)
-                layers = len(shard.layers)
-                offers.append(
-                    Offer(
-                        shard,
-                        busy=(taken + load.queued_frames) / shard.session_slots,
-                        node_id=node.node_id,
-                        free_slots=shard.session_slots - taken,
-                        prefill_us=_rate(load.prefill_compute_us, load.prefill_tokens * layers),
-                        decode_us=_rate(load.decode_compute_us, load.decode_tokens * layers),
-                        recent=self._open.given_lately(shard_id, now_s),
-                    )
-                )
-                keys[shard_id] = bytes.fromhex(advertised.worker_key)
-        return _Offered(offers, keys)
+        return choose_route(model, offers, request=request, avoid=avoided, keep=keep, links=links)
 
 
 def _request(prompt_tokens: int | None, answer_tokens: int | None) -> RouteRequest:
@@ -309,10 +275,6 @@ def _request(prompt_tokens: int | None, answer_tokens: int | None) -> RouteReque
     return RouteRequest(prompt_tokens=prompt, answer_tokens=answer, capacity_tokens=wanted)
 
 
-def _rate(total_us: int, n: int) -> float | None:
-    return total_us / n if n and total_us else None
-
-
 def _hops(route: Route, offers: Sequence[Offer]) -> tuple[Hop, ...]:
     nodes = {offer.shard.shard_id: offer.node_id for offer in offers}
     return tuple(
@@ -321,13 +283,19 @@ def _hops(route: Route, offers: Sequence[Offer]) -> tuple[Hop, ...]:
     )
 
 
-def _ticketed(session: OpenSession, route: Route, keys: Mapping[str, bytes]) -> RouteSession:
+def _ticketed(session: OpenSession, route: Route, keys: Mapping[str, str]) -> RouteSession:
     return RouteSession(
         session_id=session.session_id,
         epoch=session.epoch,
         route=route,
         tickets=tuple(
-            make_ticket(keys[shard.shard_id], session.session_id, session.epoch, shard.shard_id, session.expires_unix_s)
+            make_ticket(
+                bytes.fromhex(keys[shard.shard_id]),
+                session.session_id,
+                session.epoch,
+                shard.shard_id,
+                session.expires_unix_s,
+            )
             for shard in route.shards
         ),
     )
