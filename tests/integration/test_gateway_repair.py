@@ -16,7 +16,7 @@ from tests.integration.gateway_fixtures import MODEL, SLOW, Mesh, mesh
 
 LAYERS = ("0:3", "3:6", "6:8")
 USER: Any = [{"role": "user", "content": "hello, and a prompt of some length " * 4}]
-SAMPLING = {
+SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "seeded": {"temperature": 0.9, "top_p": 0.95, "seed": 3, "frequency_penalty": 0.4},
 }

@@ -403,10 +403,19 @@ async def test_a_broken_hop_is_named(step: object, kind: type[MeshnetError], rea
 
 
 async def test_a_head_that_says_too_much() -> None:
+    """The answer is what was asked for, whatever comes after it."""
     script = [pb.GenerateEvent(token=pb.GeneratedToken(piece=b"x", position=3 + n)) for n in range(20)]
     async with mesh(ShardServer(script=script)) as (generations, _):
-        with pytest.raises(HopLost, match="more than the 5 tokens"):
-            async with generations.start(request(answer_tokens=5)) as generation:
+        async with generations.start(request(answer_tokens=5)) as generation:
+            assert await pieces(generation) == [b"x"] * 5
+        assert generation.telemetry.finish_cause == FinishCause.LENGTH
+
+
+async def test_a_head_whose_tokens_are_out_of_place() -> None:
+    script = [pb.GenerateEvent(token=pb.GeneratedToken(piece=b"x", position=7))]
+    async with mesh(ShardServer(script=script)) as (generations, _):
+        with pytest.raises(HopLost, match="a token for position 7, not 3"):
+            async with generations.start(request()) as generation:
                 await pieces(generation)
 
 

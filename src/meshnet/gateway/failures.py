@@ -19,7 +19,6 @@ from meshnet.errors import (
     NotAuthorized,
     Overloaded,
     PromptTooLong,
-    RepairFailed,
     RequestError,
     TrackerUnavailable,
     UnknownModel,
@@ -101,7 +100,6 @@ KINDS: tuple[tuple[type[Exception], int, str, str], ...] = (
     (NoRoute, 503, _SERVER, "no_route"),
     (HopLost, 502, _SERVER, "hop_lost"),
     (HopRefused, 502, _SERVER, "hop_refused"),
-    (RepairFailed, 502, _SERVER, "repair_failed"),
     (DeadlineExceeded, 504, _SERVER, "deadline_exceeded"),
     (TrackerUnavailable, 503, _SERVER, "tracker_unavailable"),
 )

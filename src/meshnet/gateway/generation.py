@@ -180,7 +180,6 @@ class Generation:
 
         Raises:
             HopLost, HopRefused: a hop was lost or failed, and the route could not be repaired; the error names the hop.
-            RepairFailed: the same, after looking for another route.
             DeadlineExceeded: the answer takes too long altogether.
         """
         while True:

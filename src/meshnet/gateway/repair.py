@@ -121,7 +121,7 @@ class Repairer:
                     continue
             now_s = time.monotonic()
             if now_s >= deadline_s:
-                raise RepairFailed(f"no other route was found within {now_s - began_s:.0f} s: {trouble}")
+                raise RepairFailed(f"no other route was found within {now_s - began_s:.1f} s: {trouble}")
             if now_s - touched_s >= self._settings.touch_s:
                 touched_s = now_s
                 self._background.run(broken.hops.touch(frozenset(lost)))
