@@ -1,4 +1,4 @@
-"""Sessions against a real SQLite file: tickets, balance, expiry, restart."""
+"""Sessions against a real SQLite file: tickets, balance, repair, leases, restart."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import select, text
 
 from meshnet.core import FinishCause, RouteSource
-from meshnet.errors import NoRoute, UnknownModel
-from meshnet.tracker.database import Database, SessionRow, sqlite_url
+from meshnet.errors import NoRoute, SessionLost, TrackerUnavailable, UnknownModel
+from meshnet.tracker.database import Database, HopRow, SessionRow, sqlite_url
 from meshnet.tracker.messages import Departure, Heartbeat, ShardAdvertisement, ShardLoad
 from meshnet.tracker.registry import Registry
-from meshnet.tracker.sessions import Sessions
+from meshnet.tracker.sessions import TIDY_S, Sessions
 from meshnet.tracker.settings import TrackerSettings
-from tests.support.identities import register
+from tests.support import identities
 from tests.support.shards import WORKER_KEY, advertise, make_shard
 
 ME = "a" * 32
-SETTINGS = TrackerSettings(session_ttl_s=60, keep_closed_sessions_s=600)
+SETTINGS = TrackerSettings(session_ttl_s=600, session_lease_s=60, suspect_s=5, keep_closed_sessions_s=6000)
 
 
 class Clock:
-    def __init__(self) -> None:
-        self.now = 1_000_000.0
+    def __init__(self, now: float) -> None:
+        self.now = now
 
     def __call__(self) -> float:
         return self.now
@@ -39,19 +39,44 @@ class Mesh:
 
     def __init__(self, database: Database) -> None:
         self.database = database
-        self.clock = Clock()
-        self.registry = Registry(database, SETTINGS)
-        self.sessions = Sessions(database, self.registry, SETTINGS, clock=self.clock)
+        self.unix = Clock(1_000_000.0)
+        self.monotonic = Clock(50.0)
+        self.registry = Registry(database, SETTINGS, clock=self.monotonic)
+        self.sessions = Sessions(database, self.registry, SETTINGS, clock=self.unix)
         self.epoch = 0
+        self.offered: tuple[ShardAdvertisement, ...] = ()
 
     async def offer(self, *advertised: ShardAdvertisement) -> None:
         if not self.epoch:
-            self.epoch = (await register(self.registry, ME, "n1")).lease_epoch
+            self.epoch = (await identities.register(self.registry, ME, "n1")).lease_epoch
+        self.offered = advertised
         await self.registry.heartbeat("n1", Heartbeat(lease_epoch=self.epoch, instance=ME, shards=advertised))
+
+    async def pass_s(self, seconds: float) -> None:
+        """Time goes by, and the node reports all the while."""
+        until = self.monotonic.now + seconds
+        while self.monotonic.now < until:
+            step = min(SETTINGS.heartbeat_s, until - self.monotonic.now)
+            self.monotonic.now += step
+            self.unix.now += step
+            await self.offer(*self.offered)
 
     async def rows(self) -> list[SessionRow]:
         async with self.database.reading() as session:
             return list(await session.scalars(select(SessionRow).order_by(SessionRow.session_id)))
+
+    async def hops(self) -> list[tuple[int, int, str, str, str]]:
+        async with self.database.reading() as session:
+            rows = await session.scalars(select(HopRow).order_by(HopRow.epoch, HopRow.hop_index))
+            return [(r.epoch, r.hop_index, r.shard_id, r.node_id, f"{r.layer_start}:{r.layer_end}") for r in rows]
+
+    async def restarted(self) -> Mesh:
+        """Another tracker on the same database."""
+        again = Mesh(self.database)
+        again.unix.now = self.unix.now
+        await again.registry.restore()
+        await again.sessions.restore()
+        return again
 
 
 @pytest.fixture
@@ -62,7 +87,7 @@ async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
 
 
 def halves(slots: int = 4) -> tuple[ShardAdvertisement, ShardAdvertisement]:
-    return advertise(make_shard("n1/a", "0:3", slots=slots)), advertise(make_shard("n1/b", "3:8", slots=slots))
+    return advertise(make_shard("a", "0:3", slots=slots)), advertise(make_shard("b", "3:8", slots=slots))
 
 
 def test_sessions_are_a_route_source(mesh: Mesh) -> None:
@@ -74,14 +99,15 @@ async def test_every_hop_gets_a_ticket_signed_with_its_key(mesh: Mesh) -> None:
     await mesh.offer(*halves())
     session = await mesh.sessions.open_session("tiny")
     assert session.epoch == 1
-    assert [shard.shard_id for shard in session.route.shards] == ["n1/a", "n1/b"]
+    assert [shard.shard_id for shard in session.route.shards] == ["a", "b"]
     for shard, ticket in zip(session.route.shards, session.tickets, strict=True):
         assert (ticket.session_id, ticket.epoch) == (session.session_id, 1)
-        assert ticket.expires_unix_s == 1_000_060
-        signed = f"meshnet-ticket-v1\n{session.session_id}\n1\n{shard.shard_id}\n1000060"
+        assert ticket.expires_unix_s == 1_000_600
+        signed = f"meshnet-ticket-v1\n{session.session_id}\n1\n{shard.shard_id}\n1000600"
         assert ticket.mac == hmac.new(bytes.fromhex(WORKER_KEY), signed.encode(), hashlib.sha256).hexdigest()
     (row,) = await mesh.rows()
-    assert (row.session_id, row.shard_ids, row.closed_unix_s) == (session.session_id, ["n1/a", "n1/b"], None)
+    assert (row.session_id, row.state, row.epoch, row.closed_unix_s) == (session.session_id, "open", 1, None)
+    assert await mesh.hops() == [(1, 0, "a", "n1", "0:3"), (1, 1, "b", "n1", "3:8")]
 
 
 async def test_session_ids_are_random(mesh: Mesh) -> None:
@@ -94,11 +120,11 @@ async def test_closing_frees_the_slots_once(mesh: Mesh) -> None:
     await mesh.offer(*halves())
     first = await mesh.sessions.open_session("tiny")
     await mesh.sessions.open_session("tiny")
-    assert mesh.sessions.open_on("n1/a") == 2
+    assert mesh.sessions.open_on("a") == 2
     for cause, tokens in ((FinishCause.EOG, 7), (FinishCause.FAILED, 9)):
         await mesh.sessions.close_session(first.session_id, finish_cause=cause, generated_tokens=tokens)
     await mesh.sessions.close_session("0" * 32, finish_cause=FinishCause.EOG, generated_tokens=0)
-    assert mesh.sessions.open_on("n1/a") == 1
+    assert mesh.sessions.open_on("a") == 1
     closed = {row.session_id: row for row in await mesh.rows()}[first.session_id]
     assert (closed.finish_cause, closed.generated_tokens, closed.closed_unix_s) == ("eog", 7, 1_000_000)
     assert await mesh.sessions.count_closed() == 1
@@ -123,94 +149,283 @@ async def test_the_worker_alone_decides_that_it_is_full(mesh: Mesh) -> None:
     await mesh.offer(*halves(slots=2))
     for _ in range(5):
         await mesh.sessions.open_session("tiny")
-    assert mesh.sessions.open_on("n1/a") == 5
+    assert mesh.sessions.open_on("a") == 5
 
 
 async def test_sessions_opened_at_once_spread_over_replicas(mesh: Mesh) -> None:
-    replicas = [advertise(make_shard(f"n1/b{n}", "3:8", slots=8)) for n in range(4)]
-    await mesh.offer(advertise(make_shard("n1/a", "0:3", slots=50)), *replicas)
+    replicas = [advertise(make_shard(f"b{n}", "3:8", slots=8)) for n in range(4)]
+    await mesh.offer(advertise(make_shard("a", "0:3", slots=50)), *replicas)
     opened = await asyncio.gather(*(mesh.sessions.open_session("tiny") for _ in range(16)))
     used = Counter(session.route.shards[1].shard_id for session in opened)
-    assert used == {"n1/b0": 4, "n1/b1": 4, "n1/b2": 4, "n1/b3": 4}
+    assert used == {"b0": 4, "b1": 4, "b2": 4, "b3": 4}
 
 
 async def test_reported_load_moves_new_sessions_away(mesh: Mesh) -> None:
     await mesh.offer(
-        advertise(make_shard("n1/a", "0:3")),
-        advertise(make_shard("n1/b1", "3:8"), ShardLoad(open_sessions=3)),
-        advertise(make_shard("n1/b2", "3:8"), ShardLoad(open_sessions=1)),
+        advertise(make_shard("a", "0:3")),
+        advertise(make_shard("b1", "3:8"), ShardLoad(open_sessions=3)),
+        advertise(make_shard("b2", "3:8"), ShardLoad(open_sessions=1)),
     )
     session = await mesh.sessions.open_session("tiny")
-    assert session.route.shards[1].shard_id == "n1/b2"
+    assert session.route.shards[1].shard_id == "b2"
 
 
 async def test_sessions_that_nobody_closed_do_not_repel_new_ones(mesh: Mesh) -> None:
-    first, second = (
-        advertise(make_shard("n1/w1", "0:8")),
-        advertise(make_shard("n1/w2", "0:8"), ShardLoad(open_sessions=1)),
-    )
+    first = advertise(make_shard("w1", "0:8"))
+    second = advertise(make_shard("w2", "0:8"), ShardLoad(open_sessions=1))
     await mesh.offer(first, second)
     for _ in range(3):
         await mesh.sessions.open_session("tiny")
     # The workers report: w1 has freed all of its sessions, w2 has its one.
-    await mesh.offer(first, second)
+    await mesh.pass_s(50)
     session = await mesh.sessions.open_session("tiny")
-    assert [shard.shard_id for shard in session.route.shards] == ["n1/w1"]
+    assert [shard.shard_id for shard in session.route.shards] == ["w1"]
 
 
 async def test_a_draining_shard_gets_no_session(mesh: Mesh) -> None:
-    await mesh.offer(advertise(make_shard("n1/w", "0:8"), ShardLoad(draining=True)))
+    await mesh.offer(advertise(make_shard("w", "0:8"), ShardLoad(draining=True)))
     with pytest.raises(NoRoute):
         await mesh.sessions.open_session("tiny")
     assert await mesh.sessions.models() == []
 
 
 async def test_avoided_shards_are_left_out(mesh: Mesh) -> None:
-    await mesh.offer(*halves(), advertise(make_shard("n1/b2", "3:8")))
-    session = await mesh.sessions.open_session("tiny", avoid_shards=["n1/b"])
-    assert [shard.shard_id for shard in session.route.shards] == ["n1/a", "n1/b2"]
+    await mesh.offer(*halves(), advertise(make_shard("b2", "3:8")))
+    session = await mesh.sessions.open_session("tiny", avoid_shards=["b"])
+    assert [shard.shard_id for shard in session.route.shards] == ["a", "b2"]
 
 
-async def test_sessions_nobody_closed_expire(mesh: Mesh) -> None:
+async def test_the_size_of_a_request_counts(mesh: Mesh) -> None:
+    small = advertise(make_shard("small", "0:8", capacity_tokens=100))
+    large = advertise(make_shard("large", "0:8", capacity_tokens=1000), ShardLoad(open_sessions=3))
+    await mesh.offer(small, large)
+    session = await mesh.sessions.open_session("tiny", prompt_tokens=200, answer_tokens=50)
+    assert session.route.shards[0].shard_id == "large"
+    # A guess refuses nobody.
+    await mesh.offer(small)
+    session = await mesh.sessions.open_session("tiny", prompt_tokens=200)
+    assert session.route.shards[0].shard_id == "small"
+
+
+async def test_a_repair_keeps_the_survivors_and_raises_the_epoch(mesh: Mesh) -> None:
+    await mesh.offer(*halves(), advertise(make_shard("a2", "0:3")), advertise(make_shard("b2", "3:8")))
+    session = await mesh.sessions.open_session("tiny")
+    head, tail = (shard.shard_id for shard in session.route.shards)
+    mesh.unix.now += 7
+    repaired = await mesh.sessions.repair_session(session.session_id, epoch=1, lost_shards=[tail])
+    other = "b2" if tail == "b" else "b"
+    assert [shard.shard_id for shard in repaired.route.shards] == [head, other]
+    assert (repaired.session_id, repaired.epoch) == (session.session_id, 2)
+    assert {(ticket.epoch, ticket.expires_unix_s) for ticket in repaired.tickets} == {(2, 1_000_607)}
+    assert (mesh.sessions.open_on(head), mesh.sessions.open_on(tail), mesh.sessions.open_on(other)) == (1, 0, 1)
+    (row,) = await mesh.rows()
+    assert (row.state, row.epoch, row.expires_unix_s) == ("open", 2, 1_000_607)
+    assert [hop[:3] for hop in await mesh.hops()] == [(1, 0, head), (1, 1, tail), (2, 0, head), (2, 1, other)]
+
+
+async def test_a_repair_that_finds_no_route_can_be_tried_again(mesh: Mesh) -> None:
     await mesh.offer(*halves())
     session = await mesh.sessions.open_session("tiny")
-    mesh.clock.now += 59
+    for _ in range(2):
+        with pytest.raises(NoRoute, match=r"leaving out b, .*no ready shard holds layers 3:8"):
+            await mesh.sessions.repair_session(session.session_id, epoch=1, lost_shards=["b"])
+    await mesh.offer(*halves(), advertise(make_shard("spare", "3:8")))
+    repaired = await mesh.sessions.repair_session(session.session_id, epoch=1, lost_shards=["b"])
+    assert [shard.shard_id for shard in repaired.route.shards] == ["a", "spare"]
+
+
+async def test_a_repair_never_changes_the_model_file(mesh: Mesh) -> None:
+    await mesh.offer(advertise(make_shard("w", "0:8")))
+    session = await mesh.sessions.open_session("tiny")
+    await mesh.offer(advertise(make_shard("w", "0:8")), advertise(make_shard("v", "0:8", artifact="sha256:bb")))
+    with pytest.raises(NoRoute):
+        await mesh.sessions.repair_session(session.session_id, epoch=1, lost_shards=["w"])
+
+
+async def test_a_repair_needs_the_last_epoch_of_an_open_session(mesh: Mesh) -> None:
+    await mesh.offer(*halves(), advertise(make_shard("b2", "3:8")))
+    with pytest.raises(SessionLost, match="does not know"):
+        await mesh.sessions.repair_session("0" * 32, epoch=1, lost_shards=[])
+    session = await mesh.sessions.open_session("tiny")
+    with pytest.raises(SessionLost, match="its last one is 1"):
+        await mesh.sessions.repair_session(session.session_id, epoch=2, lost_shards=[])
+    await mesh.sessions.close_session(session.session_id, finish_cause=FinishCause.EOG, generated_tokens=1)
+    with pytest.raises(SessionLost, match="closed"):
+        await mesh.sessions.repair_session(session.session_id, epoch=1, lost_shards=[])
+
+
+async def test_of_two_repairs_of_one_epoch_one_wins(mesh: Mesh) -> None:
+    await mesh.offer(*halves(), advertise(make_shard("b2", "3:8")), advertise(make_shard("b3", "3:8")))
+    session = await mesh.sessions.open_session("tiny")
+    lost = session.route.shards[1].shard_id
+    outcomes = await asyncio.gather(
+        *(mesh.sessions.repair_session(session.session_id, epoch=1, lost_shards=[lost]) for _ in range(3)),
+        return_exceptions=True,
+    )
+    assert sorted(type(outcome).__name__ for outcome in outcomes) == ["RouteSession", "SessionLost", "SessionLost"]
+    assert [hop[0] for hop in await mesh.hops()] == [1, 1, 2, 2]
+
+
+async def test_a_session_closed_while_it_is_repaired_gets_no_tickets(mesh: Mesh) -> None:
+    await mesh.offer(*halves(), advertise(make_shard("b2", "3:8")))
+    session = await mesh.sessions.open_session("tiny")
+    repairing = asyncio.create_task(
+        mesh.sessions.repair_session(session.session_id, epoch=1, lost_shards=[session.route.shards[1].shard_id])
+    )
+    await asyncio.sleep(0)  # it has begun, and waits for the database
+    await mesh.sessions.close_session(session.session_id, finish_cause=FinishCause.FAILED, generated_tokens=0)
+    with pytest.raises(SessionLost, match="closed while"):
+        await repairing
+    assert mesh.sessions.n_open == 0
+    assert [row.state for row in await mesh.rows()] == ["closed"]
+
+
+async def test_a_lost_shard_is_suspect_for_a_while_to_all(mesh: Mesh) -> None:
+    await mesh.offer(advertise(make_shard("w1", "0:8", slots=100)), advertise(make_shard("w2", "0:8")))
+    session = await mesh.sessions.open_session("tiny", avoid_shards=["w2"])
+    await mesh.sessions.repair_session(session.session_id, epoch=1, lost_shards=["w1"])
+    for _ in range(3):
+        # Though w2 gets busier each time.
+        assert (await mesh.sessions.open_session("tiny")).route.shards[0].shard_id == "w2"
+    # No other choice: better than nothing.
+    assert (await mesh.sessions.open_session("tiny", avoid_shards=["w2"])).route.shards[0].shard_id == "w1"
+    await mesh.pass_s(5)
+    # It hung, and goes on under the same id.
+    used = {(await mesh.sessions.open_session("tiny")).route.shards[0].shard_id for _ in range(4)}
+    assert "w1" in used
+
+
+async def test_a_lost_shard_that_came_back_may_serve_the_same_session_again(mesh: Mesh) -> None:
+    await mesh.offer(advertise(make_shard("w1", "0:8")), advertise(make_shard("w2", "0:8")))
+    session = await mesh.sessions.open_session("tiny", avoid_shards=["w2"])
+    second = await mesh.sessions.repair_session(session.session_id, epoch=1, lost_shards=["w1"])
+    third = await mesh.sessions.repair_session(session.session_id, epoch=second.epoch, lost_shards=["w2"])
+    assert (third.epoch, third.route.shards[0].shard_id) == (3, "w1")
+
+
+async def test_sessions_nobody_renews_are_orphans(mesh: Mesh) -> None:
+    await mesh.offer(*halves())
+    wanted = await mesh.sessions.open_session("tiny")
+    orphan = await mesh.sessions.open_session("tiny")
+    for _ in range(4):
+        await mesh.pass_s(15)
+        assert await mesh.sessions.renew_sessions([wanted.session_id, "0" * 32]) == ("0" * 32,)
+    assert await mesh.sessions.expire() == (orphan.session_id,)
+    assert await mesh.sessions.renew_sessions([wanted.session_id, orphan.session_id]) == (orphan.session_id,)
+    assert (mesh.sessions.n_open, mesh.sessions.open_on("a")) == (1, 1)
+    states = {row.session_id: (row.state, row.closed_unix_s) for row in await mesh.rows()}
+    assert states == {wanted.session_id: ("open", None), orphan.session_id: ("orphaned", 1_000_060)}
+
+
+async def test_sessions_end_with_their_tickets(mesh: Mesh) -> None:
+    await mesh.offer(*halves())
+    session = await mesh.sessions.open_session("tiny")
+    mesh.unix.now += 599
+    assert await mesh.sessions.renew_sessions([session.session_id]) == ()
     assert await mesh.sessions.expire() == ()
-    mesh.clock.now += 1
+    mesh.unix.now += 1
+    # Even before anybody has looked.
+    assert await mesh.sessions.renew_sessions([session.session_id]) == (session.session_id,)
+    with pytest.raises(SessionLost, match="run out"):
+        await mesh.sessions.repair_session(session.session_id, epoch=1, lost_shards=[])
     assert await mesh.sessions.expire() == (session.session_id,)
-    assert mesh.sessions.open_on("n1/a") == 0
     assert mesh.sessions.n_open == 0
     (row,) = await mesh.rows()
-    assert (row.finish_cause, row.closed_unix_s) == ("cancelled", 1_000_060)
+    assert (row.state, row.finish_cause, row.closed_unix_s) == ("expired", None, 1_000_600)
 
 
-async def test_closed_sessions_are_forgotten_in_time(mesh: Mesh) -> None:
+async def test_closed_sessions_and_their_hops_are_forgotten_in_time(mesh: Mesh) -> None:
     await mesh.offer(*halves())
     session = await mesh.sessions.open_session("tiny")
     await mesh.sessions.close_session(session.session_id, finish_cause=FinishCause.EOG, generated_tokens=1)
-    mesh.clock.now += 599
+    mesh.unix.now += 5999
     await mesh.sessions.expire()
-    assert len(await mesh.rows()) == 1
-    mesh.clock.now += 1
+    assert (len(await mesh.rows()), len(await mesh.hops())) == (1, 2)
+    mesh.unix.now += 1
+    mesh.monotonic.now += TIDY_S
     await mesh.sessions.expire()
-    assert await mesh.rows() == []
+    assert (await mesh.rows(), await mesh.hops()) == ([], [])
 
 
 async def test_a_restart_keeps_open_sessions(mesh: Mesh) -> None:
+    await mesh.offer(*halves(), advertise(make_shard("b2", "3:8")))
+    session = await mesh.sessions.open_session("tiny", avoid_shards=["b2"])
+    closed = await mesh.sessions.open_session("tiny", avoid_shards=["b2"])
+    await mesh.sessions.close_session(closed.session_id, finish_cause=FinishCause.EOG, generated_tokens=1)
+    again = await mesh.restarted()
+    assert (again.sessions.n_open, again.sessions.open_on("b")) == (1, 1)
+    assert await again.sessions.renew_sessions([session.session_id, closed.session_id]) == (closed.session_id,)
+    repaired = await again.sessions.repair_session(session.session_id, epoch=1, lost_shards=["b"])
+    assert [shard.shard_id for shard in repaired.route.shards] == ["a", "b2"]
+    once_more = await mesh.restarted()
+    assert (once_more.sessions.open_on("b"), once_more.sessions.open_on("b2")) == (0, 1)
+    await once_more.sessions.close_session(session.session_id, finish_cause=FinishCause.EOG, generated_tokens=1)
+    assert once_more.sessions.n_open == 0
+
+
+async def test_after_a_restart_every_session_has_a_whole_lease(mesh: Mesh) -> None:
     await mesh.offer(*halves())
     session = await mesh.sessions.open_session("tiny")
-    again = Mesh(mesh.database)
-    await again.registry.restore()
-    await again.sessions.restore()
-    assert again.sessions.n_open == 1
-    assert again.sessions.open_on("n1/b") == 1
-    await again.sessions.close_session(session.session_id, finish_cause=FinishCause.EOG, generated_tokens=1)
-    assert again.sessions.n_open == 0
-    assert (await again.sessions.open_session("tiny")).route == session.route
+    mesh.monotonic.now += 59
+    again = await mesh.restarted()
+    again.monotonic.now += 59
+    assert await again.sessions.expire() == ()
+    again.monotonic.now += 1
+    assert await again.sessions.expire() == (session.session_id,)
+
+
+async def test_a_failing_database_hands_out_no_ticket_and_changes_nothing(mesh: Mesh) -> None:
+    await mesh.offer(*halves(), advertise(make_shard("b2", "3:8")))
+    session = await mesh.sessions.open_session("tiny")
+    head, tail = (shard.shard_id for shard in session.route.shards)
+
+    async def run(statement: str) -> None:
+        async with mesh.database.writing() as writer:
+            await writer.execute(text(statement))
+
+    await run("CREATE TRIGGER full_disk BEFORE INSERT ON session_hops BEGIN SELECT RAISE(ABORT, 'disk full'); END")
+    with pytest.raises(TrackerUnavailable, match="disk full"):
+        await mesh.sessions.open_session("tiny")
+    with pytest.raises(TrackerUnavailable, match="disk full"):
+        await mesh.sessions.repair_session(session.session_id, epoch=1, lost_shards=[tail])
+    assert (mesh.sessions.n_open, mesh.sessions.open_on(tail)) == (1, 1)
+    await run("DROP TRIGGER full_disk")
+    repaired = await mesh.sessions.repair_session(session.session_id, epoch=1, lost_shards=[tail])
+    assert (repaired.epoch, repaired.route.shards[0].shard_id) == (2, head)
+    assert len(await mesh.rows()) == 1
+
+
+async def test_orphans_are_recorded_once_the_database_works_again(mesh: Mesh) -> None:
+    await mesh.offer(*halves())
+    await mesh.sessions.open_session("tiny")
+    async with mesh.database.writing() as writer:
+        await writer.execute(
+            text("CREATE TRIGGER full BEFORE UPDATE ON sessions BEGIN SELECT RAISE(ABORT, 'disk full'); END")
+        )
+    mesh.monotonic.now += 60
+    with pytest.raises(TrackerUnavailable):
+        await mesh.sessions.expire()
+    assert mesh.sessions.n_open == 0
+    async with mesh.database.writing() as writer:
+        await writer.execute(text("DROP TRIGGER full"))
+    await mesh.sessions.expire()
+    assert [row.state for row in await mesh.rows()] == ["orphaned"]
+
+
+async def test_a_caller_that_goes_away_while_a_session_opens_leaves_an_orphan(mesh: Mesh) -> None:
+    await mesh.offer(*halves())
+    opening = asyncio.create_task(mesh.sessions.open_session("tiny"))
+    await asyncio.sleep(0)
+    opening.cancel()
+    await mesh.sessions.finish()
+    assert [row.state for row in await mesh.rows()] == ["open"]
+    mesh.monotonic.now += 60
+    assert len(await mesh.sessions.expire()) == 1
+    assert [row.state for row in await mesh.rows()] == ["orphaned"]
 
 
 async def test_served_models_tell_the_capacity_of_their_route(mesh: Mesh) -> None:
-    await mesh.offer(*halves(), advertise(make_shard("n1/other", "0:3", model="partial")))
+    await mesh.offer(*halves(), advertise(make_shard("other", "0:3", model="partial")))
     (served,) = await mesh.sessions.models()
     assert (served.model, served.artifact_digest, served.session_capacity_tokens) == ("tiny", "sha256:aa", 512)
     assert served.created_unix_s > 1_600_000_000
