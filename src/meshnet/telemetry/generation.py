@@ -86,6 +86,7 @@ def _phases(timeline: Timeline, finished: pb.Finished | None) -> tuple[float, fl
 def _hop(shard: Shard, epochs: Sequence[pb.HopStats]) -> HopTelemetry:
     return HopTelemetry(
         shard=shard.shard_id,
+        node=node_of(shard.shard_id),
         layers=str(shard.layers),
         queue_ms=sum(stats.queue_us for stats in epochs) / 1e3,
         compute_ms=sum(stats.compute_us for stats in epochs) / 1e3,
@@ -96,6 +97,12 @@ def _hop(shard: Shard, epochs: Sequence[pb.HopStats]) -> HopTelemetry:
         prefill_tokens=sum(stats.prefill_tokens for stats in epochs),
         decode_tokens=sum(stats.decode_tokens for stats in epochs),
     )
+
+
+def node_of(shard_id: str) -> str | None:
+    """The node that a shard's id begins with, where it is made by an agent."""
+    node_id, slash, _ = shard_id.partition("/")
+    return node_id if slash else None
 
 
 def _ms(seconds: float) -> float:
