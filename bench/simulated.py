@@ -41,6 +41,10 @@ class SimulatedNode:
     _beats: int = 0
     _template: tuple[bytes, bytes] | None = None
 
+    def begin(self, lease: Lease) -> None:
+        """Heartbeat under this lease from now on."""
+        self.lease, self._template = lease, None
+
     def heartbeat(self) -> bytes:
         """The next heartbeat's body: counters go up, as a worker's do."""
         if self.lease is None:

@@ -24,7 +24,7 @@ from bench.simulated import Connection, SimulatedNode, SimulatedWorkers, make_no
 from meshnet.cli import credentials
 from meshnet.cli.children import Child, children
 from meshnet.core import FinishCause, HopWork, LayerRange, RouteSession
-from meshnet.errors import MeshnetError, UsageError
+from meshnet.errors import LeaseLost, MeshnetError, TrackerUnavailable, UsageError
 from meshnet.tracker.client import TrackerClient
 from meshnet.tracker.messages import PREFIX, OpenSession, SessionEnd
 
@@ -121,7 +121,6 @@ async def run(load: Load) -> Result:
         nodes = make_nodes(load.nodes, load.n_layer, load.layers_per_shard, seed=load.seed)
         await stack.enter_async_context(SimulatedWorkers(nodes))
         client = await stack.enter_async_context(TrackerClient(url, token))
-        await _register(client, nodes)
         return await _Run(load, url, token, tracker, client, nodes).measure()
 
 
@@ -142,6 +141,7 @@ class _Run:
         self._failed = {"heartbeat": 0, "route": 0, "end": 0}
         self._measuring = False
         self._spare: list[Connection] = []
+        self._registering = asyncio.Semaphore(_REGISTERING_AT_ONCE)
 
     async def measure(self) -> Result:
         load = self._load
@@ -180,18 +180,32 @@ class _Run:
         )
 
     async def _beat(self, node: SimulatedNode) -> None:
-        # Spread over the interval, as nodes that started at different times are.
         loop = asyncio.get_running_loop()
-        next_s = loop.time() + self._load.heartbeat_s * self._random.random()
         connection = Connection(*self._address, self._token)
+        path = f"{PREFIX}/nodes/{node.identity.node_id}/heartbeat"
         try:
             while True:
-                await asyncio.sleep(max(0.0, next_s - loop.time()))
-                next_s = max(next_s + self._load.heartbeat_s, loop.time())
-                path = f"{PREFIX}/nodes/{node.identity.node_id}/heartbeat"
-                await self._timed("heartbeat", connection, path, node.heartbeat())
+                await self._register(node)
+                # Spread over the interval, as nodes that started at different times are.
+                next_s = loop.time() + self._load.heartbeat_s * self._random.random()
+                accepted: bytes | None = b""
+                while accepted is not None:
+                    await asyncio.sleep(max(0.0, next_s - loop.time()))
+                    next_s = max(next_s + self._load.heartbeat_s, loop.time())
+                    accepted = await self._timed("heartbeat", connection, path, node.heartbeat())
         finally:
             connection.close()
+
+    async def _register(self, node: SimulatedNode) -> None:
+        """Try until the tracker takes it, as agents do."""
+        async with self._registering:
+            while True:
+                with contextlib.suppress(TrackerUnavailable, LeaseLost):
+                    challenge = await self._client.challenge(node.identity.node_id)
+                    registration = node.identity.registration(node.instance, challenge.nonce)
+                    node.begin(await self._client.register(node.identity.node_id, registration))
+                    return
+                await asyncio.sleep(1)
 
     async def _timed(self, kind: str, connection: Connection, path: str, body: bytes) -> bytes | None:
         """The body of a good answer, or None."""
@@ -220,7 +234,7 @@ class _Run:
                     f"after {_READY_TIMEOUT_S:g} s the tracker offers {len(shards)} of {len(self._nodes)} shards, "
                     f"{len(waiting)} of them not ready: {waiting[:1]}"
                 )
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(2)
 
     async def _request_routes(self, until_s: float) -> None:
         """Requests at random moments, whether the ones before are answered or not."""
@@ -277,19 +291,6 @@ async def _tracker(directory: Path, token: str, heartbeat_s: float) -> AsyncIter
         arguments += ["--heartbeat-s", str(heartbeat_s), "--lease-ttl-s", str(5 * heartbeat_s)]
         child = await started.start("tracker", arguments, {credentials.JOIN_TOKEN_ENVIRONMENT: token})
         yield child, str((await child.event(_READY_TIMEOUT_S))["url"])
-
-
-async def _register(client: TrackerClient, nodes: Sequence[SimulatedNode]) -> None:
-    gate = asyncio.Semaphore(_REGISTERING_AT_ONCE)
-
-    async def register(node: SimulatedNode) -> None:
-        async with gate:
-            challenge = await client.challenge(node.identity.node_id)
-            node.lease = await client.register(
-                node.identity.node_id, node.identity.registration(node.instance, challenge.nonce)
-            )
-
-    await asyncio.gather(*map(register, nodes))
 
 
 def _cpu_s(pid: int) -> float:
