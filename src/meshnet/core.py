@@ -189,6 +189,17 @@ class Ticket(Noun):
     mac: Annotated[str, Field(pattern=r"^[0-9a-f]*$", max_length=64)]
 
 
+class Replacement(Noun):
+    """A shard that is new on a repaired route, and how long its node took to get it ready, whenever that was.
+
+    ``pull_ms`` is None for a file of that machine.
+    """
+
+    shard: str
+    pull_ms: float | None = None
+    load_ms: float | None = None
+
+
 class RouteSession(Noun):
     """One conversation bound to a route: the route, and one ticket per hop in the same order."""
 
@@ -196,6 +207,8 @@ class RouteSession(Noun):
     epoch: Annotated[int, Field(ge=0)]
     route: Route
     tickets: tuple[Ticket, ...]
+    #: Of a repaired route: its shards that were not part of the one before.
+    replacements: tuple[Replacement, ...] = ()
 
     @model_validator(mode="after")
     def _ticket_per_hop(self) -> RouteSession:
@@ -239,14 +252,6 @@ class HopTelemetry(Noun):
     bytes_out: int
     prefill_tokens: int
     decode_tokens: int
-
-
-class Replacement(Noun):
-    """A shard that a repair had to wait for, and how long its node took for it."""
-
-    shard: str
-    pull_ms: float | None = None
-    load_ms: float | None = None
 
 
 class RepairTelemetry(Noun):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from meshnet.core import Replacement, RouteSession, RouteSource
@@ -107,9 +107,7 @@ class Repairer:
                         cached,
                         planned_s - began_s,
                         time.monotonic() - planned_s,
-                        tuple(
-                            Replacement(shard=hop.shard_id) for hop in hops.hops if hop.shard_id not in broken_shards
-                        ),
+                        _replacements(hops, broken_shards),
                         [held for holder, held in holding.items() if holder not in staying],
                     )
                 trouble = refusals[0]
@@ -158,6 +156,14 @@ class Repairer:
             # One that was lost may have opened all the same: only its answer did not come.
             if not isinstance(answer, HopRefused):
                 holding[holder] = (hops, hop)
+
+
+def _replacements(hops: RouteHops, known: Collection[str]) -> tuple[Replacement, ...]:
+    """Shards that are not among the ``known`` ones, as the tracker tells of them."""
+    told = {replacement.shard: replacement for replacement in hops.session.replacements}
+    return tuple(
+        told.get(hop.shard_id, Replacement(shard=hop.shard_id)) for hop in hops.hops if hop.shard_id not in known
+    )
 
 
 def _trusted(answer: pb.OpenResponse, tokens: Sequence[int]) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from meshnet.core import Replacement
 from meshnet.planner.offers import NO_LINKS, Link, Links, Offer
 from meshnet.tracker.open_sessions import OpenSessions
 from meshnet.tracker.registry import Registry
@@ -16,10 +17,11 @@ LINKS_S = 2.0
 
 @dataclass(frozen=True)
 class Offered:
-    """Shards that take sessions now, and the keys of their workers by shard id, as hex digits."""
+    """Shards that take sessions now; by shard id, the keys of their workers as hex digits, and how they came to be."""
 
     offers: list[Offer]
     keys: dict[str, str]
+    origins: dict[str, Replacement]
 
 
 class Market:
@@ -34,7 +36,7 @@ class Market:
     def offered(self, model: str | None = None, *, artifact_digest: str | None = None) -> Offered:
         """Every ready shard that takes sessions now, with its load; of one model, of one artifact."""
         now_s = self._registry.now_s()
-        found = Offered([], {})
+        found = Offered([], {}, {})
         for node in self._registry.live():
             for shard_id, advertised in node.shards.items():
                 shard, load = advertised.shard, advertised.load
@@ -60,6 +62,9 @@ class Market:
                     )
                 )
                 found.keys[shard_id] = advertised.worker_key
+                found.origins[shard_id] = Replacement(
+                    shard=shard_id, pull_ms=advertised.pull_ms, load_ms=advertised.load_ms
+                )
         return found
 
     def links(self) -> Links:

@@ -162,7 +162,9 @@ class Sessions:
         if self._open.get(session_id) is not session:
             raise SessionLost("the session was closed while it was repaired")
         log.info("session repaired: epoch %d, lost %s", epoch + 1, ", ".join(sorted(lost_shards)) or "nothing")
-        return _ticketed(session, route, offered.keys)
+        known = {hop.shard_id for hop in before[1]}
+        new = [offered.origins[shard.shard_id] for shard in route.shards if shard.shard_id not in known]
+        return _ticketed(session, route, offered.keys).model_copy(update={"replacements": tuple(new)})
 
     async def renew_sessions(self, session_ids: Collection[str]) -> Sequence[str]:
         """These are still wanted; returns those that are not open (any more)."""
