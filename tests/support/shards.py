@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 from meshnet.core import Boundary, Cut, LayerRange, Shard
@@ -21,7 +22,7 @@ def make_shard(
     boundary_in: str | None = None,
     boundary_out: str | None = None,
     slots: int = 4,
-    address: str = "127.0.0.1:1",
+    address: str = "",
     capacity_tokens: int = 512,
     cuts: Sequence[int] = (),
 ) -> Shard:
@@ -30,7 +31,7 @@ def make_shard(
     where = LayerRange.parse(layers)
     return Shard(
         shard_id=shard_id,
-        address=address,
+        address=address or unused_address(shard_id),
         model=model,
         artifact_digest=artifact,
         architecture="test",
@@ -47,6 +48,12 @@ def make_shard(
         max_step_tokens=64,
         cuts=tuple(Cut(layer=layer, boundary=Boundary(digest="residual")) for layer in cuts),
     )
+
+
+def unused_address(shard_id: str) -> str:
+    """On loopback, the shard's own; nobody listens there."""
+    host = zlib.crc32(shard_id.encode())
+    return f"127.{host >> 16 & 255}.{host >> 8 & 255}.{host & 255}:1"
 
 
 def advertise(shard: Shard, load: ShardLoad | None = None) -> ShardAdvertisement:

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from sqlalchemy import func, select, text
 
-from meshnet.errors import LeaseLost, RequestError, TrackerUnavailable, UsageError
+from meshnet.core import Boundary, Cut, Shard
+from meshnet.errors import LeaseLost, TrackerUnavailable, UsageError
 from meshnet.tracker.database import Database, ShardRow, sqlite_url
-from meshnet.tracker.messages import Departure, Heartbeat, ShardLoad
+from meshnet.tracker.messages import Departure, Heartbeat, LinkMeasure, Neighbour, NodeCapacity, ShardLoad
 from meshnet.tracker.registry import Registry
 from meshnet.tracker.settings import TrackerSettings
 from tests.support import identities
@@ -169,10 +170,164 @@ async def test_a_shard_of_another_node_cannot_be_claimed(registry: Registry) -> 
     first = await register(registry, "n1")
     await registry.heartbeat("n1", beat(first, "a"))
     second = await register(registry, "n2", SOMEONE_ELSE)
-    with pytest.raises(RequestError, match="shard a belongs to node n1"):
-        await registry.heartbeat("n2", beat(second, "a", instance=SOMEONE_ELSE))
-    (offer,) = registry.advertised()
-    assert offer.shard.shard_id == "a"
+    answer = await registry.heartbeat("n2", beat(second, "a", "b", instance=SOMEONE_ELSE))
+    assert answer.not_ready == {"a": "refused: it belongs to node n1"}
+    assert [(node.node_id, list(node.shards), list(node.refused)) for node in registry.nodes()] == [
+        ("n1", ["a"], []),
+        ("n2", ["b"], ["a"]),
+    ]
+
+
+async def beat_with(registry: Registry, shard: Shard, clock: Clock) -> dict[str, str]:
+    """What a node is told that offers this shard beside a good one; and the bad one costs it nothing."""
+    epoch = await register(registry)
+    good = advertise(make_shard("n1/good", "0:8"))
+    for _ in range(3):
+        clock.now += 4
+        answer = await registry.heartbeat(
+            "n1", Heartbeat(lease_epoch=epoch, instance=ME, shards=(good, advertise(shard)))
+        )
+    assert await registry.expire() == ()
+    assert advertised(registry) == ["n1/good"]
+    (node,) = registry.nodes()
+    assert {shard_id: f"refused: {refused.reason}" for shard_id, refused in node.refused.items()} == answer.not_ready
+    return answer.not_ready
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"shard_id": "n2/bad"}, "begin with n1/"),
+        ({"engine": "llama", "artifact_digest": "sha256:aa"}, "artifact digest sha256:aa is not"),
+        ({"address": "127.0.0.1:0"}, "has no port"),
+        ({"address": "127.0.0.1:65536"}, "has no port"),
+        ({"n_layer": 10_001}, "no model has 10001 layers"),
+        ({"session_capacity_tokens": 1 << 32}, "session_capacity_tokens 4294967296 is out of range"),
+        ({"n_ctx_train": 1 << 32}, "n_ctx_train"),
+        ({"max_step_tokens": 1 << 32}, "max_step_tokens"),
+        ({"session_slots": 1 << 21}, "session_slots"),
+        ({"kv_bytes": 1 << 61}, "kv_bytes"),
+        ({"cuts": (Cut(layer=8, boundary=Boundary(digest="x")),)}, "cuts are not layers inside 0:8"),
+        ({"cuts": (Cut(layer=4, boundary=Boundary(digest="x")),) * 2}, "cuts are not layers inside 0:8"),
+    ],
+)
+async def test_what_cannot_be_right_is_refused_alone(
+    registry: Registry, clock: Clock, change: dict[str, object], told: str
+) -> None:
+    bad = make_shard("n1/bad", "0:8").model_copy(update=change)
+    assert told in (await beat_with(registry, bad, clock))[bad.shard_id]
+
+
+async def test_an_address_is_one_live_nodes_own(registry: Registry, clock: Clock) -> None:
+    taken = make_shard("n2/a", "0:8", address="127.0.0.1:7")
+    epoch = await register(registry, "n2", SOMEONE_ELSE)
+    claim = Heartbeat(lease_epoch=epoch, instance=SOMEONE_ELSE, shards=(advertise(taken),))
+    await registry.heartbeat("n2", claim)
+    mine = await register(registry)
+    bad = Heartbeat(
+        lease_epoch=mine, instance=ME, shards=(advertise(make_shard("n1/a", "0:8", address=taken.address)),)
+    )
+    told = await registry.heartbeat("n1", bad)
+    assert told.not_ready == {"n1/a": "refused: address 127.0.0.1:7 is that of a shard of node n2"}
+    clock.now += 5
+    await registry.heartbeat("n1", bad)
+    clock.now += 2
+    # The other node is gone, and its address is free.
+    assert (await registry.heartbeat("n1", bad)).not_ready == {}
+    assert await registry.expire() == ("n2",)
+    assert advertised(registry) == ["n1/a"]
+
+
+async def test_a_wall_clock_that_jumps_loses_no_node_and_prolongs_no_lease(database: Database, clock: Clock) -> None:
+    wall = Clock()
+    registry = Registry(database, SETTINGS, clock=clock, wall_clock=wall)
+    epoch = await register(registry)
+    for jump_s in (7200, -14_400, 86_400, -86_400):
+        wall.now += jump_s
+        assert await registry.expire() == ()
+        assert [node.state for node in registry.nodes()] == ["live"]
+        clock.now += 5
+        await registry.heartbeat("n1", beat(epoch, "a"))
+        assert registry.nodes()[0].last_seen_unix_s == wall.now
+    wall.now -= 7200
+    clock.now += 6
+    assert await registry.expire() == ("n1",)
+
+
+async def test_a_heartbeat_tells_the_neighbours(registry: Registry) -> None:
+    first, second = await register(registry, "n1"), await register(registry, "n2", SOMEONE_ELSE)
+
+    def one(epoch: int, instance: str, shard: Shard) -> Heartbeat:
+        return Heartbeat(lease_epoch=epoch, instance=instance, shards=(advertise(shard),))
+
+    head, tail = make_shard("n1/head", "0:4"), make_shard("n2/tail", "4:8")
+    assert (await registry.heartbeat("n1", one(first, ME, head))).neighbours == ()
+    answer = await registry.heartbeat("n2", one(second, SOMEONE_ELSE, tail))
+    assert answer.neighbours == (Neighbour(shard_id="n1/head", address=head.address),)
+    answer = await registry.heartbeat("n1", one(first, ME, head))
+    assert [neighbour.shard_id for neighbour in answer.neighbours] == ["n2/tail"]
+
+
+async def test_assignments_are_those_of_the_planner(registry: Registry) -> None:
+    epoch = await register(registry)
+    assert (await registry.heartbeat("n1", beat(epoch))).assignments is None
+    registry.assignments = lambda node_id: () if node_id == "n1" else None
+    assert (await registry.heartbeat("n1", beat(epoch))).assignments == ()
+
+
+async def test_what_a_node_measured_is_kept_while_it_lives(registry: Registry, clock: Clock) -> None:
+    epoch = await register(registry)
+    told = beat(epoch).model_copy(
+        update={
+            "capacity": NodeCapacity(memory_bytes=1, disk_bytes=2, threads=3),
+            "links": (LinkMeasure(shard_id="n2/a", rtt_ms=1.5),),
+        }
+    )
+    await registry.heartbeat("n1", told)
+    (node,) = registry.nodes()
+    assert (node.capacity, node.links) == (told.capacity, told.links)
+    clock.now += 6
+    await registry.expire()
+    (node,) = registry.nodes()
+    assert (node.capacity, node.links) == (None, ())
+
+
+async def test_with_probing_only_proven_shards_are_ready(database: Database, clock: Clock) -> None:
+    registry = Registry(database, SETTINGS, clock=clock, probing=True)
+    epoch = await register(registry)
+    answer = await registry.heartbeat("n1", beat(epoch, "a", "b"))
+    assert answer.not_ready == {"a": "not probed yet", "b": "not probed yet"}
+    assert registry.ready() == ()
+    await registry.prove(["a", "withdrawn long ago"])
+    await registry.doubt(["b"], "no route")
+    assert [one.shard.shard_id for one in registry.ready()] == ["a"]
+    assert (await registry.heartbeat("n1", beat(epoch, "a", "b"))).not_ready == {"b": "no route"}
+
+    again = Registry(database, SETTINGS, clock=clock, probing=True)
+    await again.restore()
+    assert [one.shard.shard_id for one in again.ready()] == ["a"]
+    await again.doubt(["a"], "its answer differs")
+    once_more = Registry(database, SETTINGS, clock=clock, probing=True)
+    await once_more.restore()
+    assert once_more.ready() == ()
+
+
+async def test_a_proof_ends_with_what_it_proved(database: Database, clock: Clock) -> None:
+    registry = Registry(database, SETTINGS, clock=clock, probing=True)
+    epoch = await register(registry)
+    await registry.heartbeat("n1", beat(epoch, "a", "b"))
+    await registry.prove(["a", "b"])
+    changed = Heartbeat(
+        lease_epoch=epoch,
+        instance=ME,
+        shards=(advertise(make_shard("a", "0:4")), advertise(make_shard("b", "0:8"), ShardLoad(open_sessions=2))),
+    )
+    assert (await registry.heartbeat("n1", changed)).not_ready == {"a": "not probed yet"}
+    await registry.heartbeat("n1", beat(epoch))
+    assert (await registry.heartbeat("n1", beat(epoch, "b"))).not_ready == {"b": "not probed yet"}
+    await registry.prove(["b"])
+    await register(registry, instance=SOMEONE_ELSE)
+    assert registry.ready() == ()
 
 
 async def test_a_restart_keeps_nodes_shards_and_keys(database: Database, clock: Clock) -> None:

@@ -9,97 +9,96 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import replace
 
-from pydantic import ValidationError
-from sqlalchemy import delete, select
+from sqlalchemy import update
 
 from meshnet.core import Shard
-from meshnet.errors import IdentityRefused, LeaseLost, RequestError
-from meshnet.tracker.database import Database, ModelRow, NodeRow, ShardRow
+from meshnet.errors import IdentityRefused, LeaseLost
+from meshnet.tracker.database import Database, ShardRow
 from meshnet.tracker.identity import Challenges
-from meshnet.tracker.messages import Challenge, Departure, Heartbeat, Lease, Registration, ShardAdvertisement
+from meshnet.tracker.messages import (
+    Assignment,
+    Challenge,
+    Departure,
+    Heartbeat,
+    HeartbeatAnswer,
+    Lease,
+    Neighbour,
+    Registration,
+    ShardAdvertisement,
+)
+from meshnet.tracker.neighbours import neighbours
+from meshnet.tracker.nodes import (
+    LEFT,
+    LIVE,
+    LOST,
+    KnownModel,
+    Node,
+    RefusedShard,
+    known_model,
+    new_models,
+    read_kept,
+    write_node,
+)
+from meshnet.tracker.plausible import implausible
+from meshnet.tracker.readiness import Readiness
 from meshnet.tracker.settings import TrackerSettings
+
+__all__ = ["LEFT", "LIVE", "LOST", "KnownModel", "Node", "Registry"]
 
 log = logging.getLogger(__name__)
 
-LIVE, LOST, LEFT = "live", "lost", "left"
-
-
-@dataclass(frozen=True)
-class KnownModel:
-    """An artifact that was advertised at least once."""
-
-    model: str
-    artifact_digest: str
-    architecture: str
-    n_layer: int
-    first_seen_unix_s: int
-
-
-@dataclass
-class Node:
-    """One known node. ``reported_s`` is its last report on the registry's clock; a live lease runs from it.
-
-    ``public_key`` and ``machine`` are None for a node that has not registered since nodes have keys.
-    """
-
-    node_id: str
-    lease_epoch: int
-    instance: str
-    version: str
-    state: str
-    last_seen_unix_s: float
-    reported_s: float
-    public_key: str | None = None
-    machine: str | None = None
-    shards: dict[str, ShardAdvertisement] = field(default_factory=dict)
+#: A node's neighbours are looked for so often: with many nodes, not at every heartbeat.
+NEIGHBOURS_S = 10.0
+FEW_SHARDS = 32
 
 
 class Registry:
-    """All nodes of one tracker. ``clock`` gives seconds that never jump; leases are measured on it."""
+    """All nodes of one tracker. ``clock`` gives seconds that never jump; leases are measured on it. ``wall_clock`` is
+    only for what people read. With ``probing``, shards are ready when `prove` says so, else as soon as they are there.
+    """
 
     def __init__(
-        self, database: Database, settings: TrackerSettings, *, clock: Callable[[], float] = time.monotonic
+        self,
+        database: Database,
+        settings: TrackerSettings,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+        probing: bool = False,
     ) -> None:
         self._database = database
         self._settings = settings
         self._clock = clock
+        self._wall_clock = wall_clock
         self._nodes: dict[str, Node] = {}
         self._models: dict[tuple[str, str], KnownModel] = {}
         self._challenges = Challenges(self.now_s)
+        self._readiness = Readiness(probing=probing)
+        #: Whose the advertised shards and their addresses are.
+        self._owners: dict[str, str] = {}
+        self._at: dict[str, str] = {}
+        self._neighbours: dict[str, tuple[float, tuple[Neighbour, ...]]] = {}
         # Held over each change of a node, so that memory and database change in the same order.
         self._changing = asyncio.Lock()
+        #: Set whenever a shard has come or gone.
+        self.changed = asyncio.Event()
+        #: What the planner wants of a node; None for a node that takes no orders. Set by whoever plans.
+        self.assignments: Callable[[str], tuple[Assignment, ...] | None] = lambda node_id: None
 
     async def restore(self) -> None:
         """Read what an earlier run left. Live nodes get a whole lease period from now."""
-        now_s = self.now_s()
         async with self._database.reading() as session:
-            for row in await session.scalars(select(NodeRow)):
-                self._nodes[row.node_id] = Node(
-                    node_id=row.node_id,
-                    lease_epoch=row.lease_epoch,
-                    instance=row.instance,
-                    version=row.version,
-                    state=row.state,
-                    last_seen_unix_s=row.last_seen_unix_s,
-                    reported_s=now_s,
-                    public_key=row.public_key,
-                    machine=row.machine,
-                )
-            for shard_row in await session.scalars(select(ShardRow)):
-                try:
-                    shard = Shard.model_validate(shard_row.shard)
-                except ValidationError:
-                    # Another version wrote it. Its node advertises it again with its next heartbeat.
-                    log.warning("forgetting shard %s, which this version cannot read", shard_row.shard_id)
-                    continue
-                self._nodes[shard_row.node_id].shards[shard.shard_id] = ShardAdvertisement(
-                    shard=shard, worker_key=shard_row.worker_key
-                )
-            for model_row in await session.scalars(select(ModelRow)):
-                self._remember(_known(model_row))
+            kept = await read_kept(session, reported_s=self.now_s())
+        for node in kept.nodes.values():
+            shards, node.shards = node.shards, {}
+            self._nodes[node.node_id] = node
+            self._replace_shards(node, shards)
+        self._readiness.prove(kept.proven)
+        for model in kept.models:
+            self._remember(model)
 
     def challenge(self, node_id: str) -> Challenge:
         """What a node has to sign to register."""
@@ -126,12 +125,14 @@ class Registry:
                 instance=registration.instance,
                 version=registration.version,
                 state=LIVE,
-                last_seen_unix_s=time.time(),
+                last_seen_unix_s=self._wall_clock(),
                 reported_s=self.now_s(),
                 public_key=registration.public_key,
                 machine=registration.machine,
             )
             await self._store(node)
+            if known is not None:
+                self._replace_shards(known, {})
             self._nodes[node_id] = node
         log.info("node %s registered, lease epoch %d", node_id, node.lease_epoch)
         return Lease(
@@ -140,29 +141,44 @@ class Registry:
             ttl_ms=round(self._settings.lease_ttl_s * 1000),
         )
 
-    async def heartbeat(self, node_id: str, beat: Heartbeat) -> None:
+    async def heartbeat(self, node_id: str, beat: Heartbeat) -> HeartbeatAnswer:
         """Renew a lease and replace what the node advertises.
+
+        A shard that cannot be what it says, or is another node's, is left out and told in ``not_ready``: it costs the
+        node neither its lease nor its other shards.
 
         Raises:
             LeaseLost: the lease is unknown, has run out, or was taken over.
-            RequestError: a shard id belongs to another live node.
         """
         async with self._changing:
             node = self._leased(node_id, beat.lease_epoch, beat.instance)
-            offered = {advertised.shard.shard_id: advertised for advertised in beat.shards}
-            self._refuse_foreign(node, offered)
-            changed = {key: (a.shard, a.worker_key) for key, a in node.shards.items()} != {
-                key: (a.shard, a.worker_key) for key, a in offered.items()
-            }
-            if changed:
+            offered, refused = self._judge(node, beat.shards)
+            if _substance(node.shards) != _substance(offered):
+                # What was proven of a shard says nothing about another one under the same id.
+                self._readiness.forget(
+                    shard_id for shard_id, one in offered.items() if _differs(node.shards.get(shard_id), one)
+                )
                 await self._store(replace(node, shards=offered))
-                for shard_id in sorted(offered.keys() - node.shards.keys()):
-                    log.info("shard %s advertised at %s", shard_id, offered[shard_id].shard.address)
-                for shard_id in sorted(node.shards.keys() - offered.keys()):
-                    log.info("shard %s withdrawn", shard_id)
-            node.shards = offered
-            node.last_seen_unix_s = time.time()
-            node.reported_s = self.now_s()
+            self._replace_shards(node, offered)
+            for shard_id in sorted(refused.keys() - node.refused.keys()):
+                log.warning("shard %s of node %s refused: %s", shard_id, node_id, refused[shard_id].reason)
+            node.refused = refused
+            node.capacity, node.links, node.activities = beat.capacity, beat.links, beat.activities
+            self._renew(node)
+        return HeartbeatAnswer(
+            assignments=self.assignments(node_id),
+            neighbours=self._neighbours_of(node),
+            not_ready=self._not_ready(node),
+        )
+
+    async def renew(self, node_id: str, lease_epoch: int, instance: str) -> None:
+        """Renew a lease of which nothing else is known: the node's report was malformed.
+
+        Raises:
+            LeaseLost: the lease is unknown, has run out, or was taken over.
+        """
+        async with self._changing:
+            self._renew(self._leased(node_id, lease_epoch, instance))
 
     async def deregister(self, node_id: str, departure: Departure) -> None:
         """End a lease at the node's own wish.
@@ -184,20 +200,48 @@ class Registry:
                 log.warning("node %s lost: no heartbeat for %g s", node.node_id, self._settings.lease_ttl_s)
         return tuple(node.node_id for node in late)
 
+    async def prove(self, shard_ids: Collection[str]) -> None:
+        """A probe has gone through these shards: sessions may use them. Those withdrawn meanwhile are left out."""
+        await self._set_proven(shard_ids, proven=True)
+
+    async def doubt(self, shard_ids: Collection[str], reason: str) -> None:
+        """Sessions may not use these shards (any more), for this reason."""
+        await self._set_proven(shard_ids, proven=False, reason=reason)
+
+    def is_ready(self, shard_id: str) -> bool:
+        """Whether sessions may use an advertised shard."""
+        return self._readiness.is_ready(shard_id)
+
+    def why_not_ready(self, shard_id: str) -> str | None:
+        """Why sessions may not use it; None if they may."""
+        return self._readiness.why_not(shard_id)
+
     def now_s(self) -> float:
         """The registry's clock: seconds that never jump, from an unknown start."""
         return self._clock()
 
     def nodes(self) -> tuple[Node, ...]:
         """All known nodes by id. A node whose lease has just run out is told as lost even before `expire` ran."""
+        good_from_s = self._good_from_s()
         return tuple(
-            node if node.state != LIVE or self._in_time(node) else replace(node, state=LOST, shards={})
+            node
+            if node.state != LIVE or node.reported_s > good_from_s
+            else replace(node, state=LOST, shards={}, refused={})
             for _, node in sorted(self._nodes.items())
         )
 
+    def live(self) -> Iterator[Node]:
+        """Nodes whose lease is good now, in no order. Cheap: nothing is copied."""
+        good_from_s = self._good_from_s()
+        return (node for node in self._nodes.values() if node.state == LIVE and node.reported_s > good_from_s)
+
     def advertised(self) -> tuple[ShardAdvertisement, ...]:
-        """Shards of nodes whose lease is good now."""
+        """Shards of nodes whose lease is good now, ready or not."""
         return tuple(shard for node in self.nodes() if node.state == LIVE for shard in node.shards.values())
+
+    def ready(self) -> tuple[ShardAdvertisement, ...]:
+        """Those that sessions may use."""
+        return tuple(shard for shard in self.advertised() if self.is_ready(shard.shard.shard_id))
 
     def models(self) -> tuple[KnownModel, ...]:
         """Artifacts ever advertised, by name and digest."""
@@ -218,8 +262,16 @@ class Registry:
                 f"{self._settings.lease_ttl_s:g} s later, or give this one a --state-dir of its own"
             )
 
+    def _good_from_s(self) -> float:
+        """Reports later than this keep a lease."""
+        return self.now_s() - self._settings.lease_ttl_s
+
     def _in_time(self, node: Node) -> bool:
-        return self.now_s() < node.reported_s + self._settings.lease_ttl_s
+        return node.reported_s > self._good_from_s()
+
+    def _renew(self, node: Node) -> None:
+        node.last_seen_unix_s = self._wall_clock()
+        node.reported_s = self.now_s()
 
     def _leased(self, node_id: str, lease_epoch: int, instance: str) -> Node:
         node = self._nodes.get(node_id)
@@ -235,67 +287,108 @@ class Registry:
             raise LeaseLost(f"lease epoch {lease_epoch} of node {node_id} has ended; register again", superseded=False)
         return node
 
-    def _refuse_foreign(self, node: Node, shard_ids: Iterable[str]) -> None:
-        for other in self._nodes.values():
-            taken = other.shards.keys() & set(shard_ids)
-            if taken and other.node_id != node.node_id:
-                raise RequestError(f"shard {min(taken)} belongs to node {other.node_id}", param="shards")
+    def _judge(
+        self, node: Node, advertised: Iterable[ShardAdvertisement]
+    ) -> tuple[dict[str, ShardAdvertisement], dict[str, RefusedShard]]:
+        offered: dict[str, ShardAdvertisement] = {}
+        refused: dict[str, RefusedShard] = {}
+        for one in advertised:
+            shard = one.shard
+            known = node.shards.get(shard.shard_id)
+            # What has not changed was judged before.
+            same = known is not None and known.shard == shard
+            reason = (None if same else implausible(node.node_id, shard)) or self._taken(node, shard)
+            if reason is None:
+                offered[shard.shard_id] = one
+            else:
+                refused[shard.shard_id] = RefusedShard(one, reason)
+        return offered, refused
+
+    def _taken(self, node: Node, shard: Shard) -> str | None:
+        owner = self._owners.get(shard.shard_id, node.node_id)
+        if owner != node.node_id:
+            return f"it belongs to node {owner}"
+        other = self._nodes.get(self._at.get(shard.address, ""))
+        if other is None or other is node or other.state != LIVE or not self._in_time(other):
+            return None
+        return f"address {shard.address} is that of a shard of node {other.node_id}"
+
+    def _not_ready(self, node: Node) -> dict[str, str]:
+        told = {shard_id: f"refused: {refused.reason}" for shard_id, refused in node.refused.items()}
+        for shard_id in node.shards:
+            reason = self._readiness.why_not(shard_id)
+            if reason is not None:
+                told[shard_id] = reason
+        return told
+
+    def _neighbours_of(self, node: Node) -> tuple[Neighbour, ...]:
+        looked_s, found = self._neighbours.get(node.node_id, (float("-inf"), ()))
+        now_s = self.now_s()
+        if now_s < looked_s + NEIGHBOURS_S and len(self._owners) > FEW_SHARDS:
+            return found
+        others = (one.shard for other in self.live() if other is not node for one in other.shards.values())
+        found = neighbours(node.node_id, (one.shard for one in node.shards.values()), others) if node.shards else ()
+        self._neighbours[node.node_id] = (now_s, found)
+        return found
 
     def _remember(self, model: KnownModel) -> None:
         self._models[model.model, model.artifact_digest] = model
 
+    def _replace_shards(self, node: Node, shards: dict[str, ShardAdvertisement]) -> None:
+        gone, new = node.shards.keys() - shards.keys(), shards.keys() - node.shards.keys()
+        for shard_id in gone:
+            del self._owners[shard_id]
+            self._forget_address(node, node.shards[shard_id].shard.address)
+            log.info("shard %s withdrawn", shard_id)
+        for shard_id, one in shards.items():
+            before = node.shards.get(shard_id)
+            if before is not None and before.shard.address != one.shard.address:
+                self._forget_address(node, before.shard.address)
+            self._at[one.shard.address] = node.node_id
+        for shard_id in new:
+            self._owners[shard_id] = node.node_id
+            log.info("shard %s advertised at %s", shard_id, shards[shard_id].shard.address)
+        node.shards = shards
+        self._readiness.forget(gone)
+        if gone or new:
+            self.changed.set()
+
+    def _forget_address(self, node: Node, address: str) -> None:
+        if self._at.get(address) == node.node_id:
+            del self._at[address]
+
+    async def _set_proven(self, shard_ids: Collection[str], *, proven: bool, reason: str = "") -> None:
+        async with self._changing:
+            there = [shard_id for shard_id in shard_ids if shard_id in self._owners]
+            changing = [shard_id for shard_id in there if self._readiness.is_proven(shard_id) != proven]
+            if changing:
+                async with self._database.writing() as session:
+                    await session.execute(update(ShardRow).where(ShardRow.shard_id.in_(changing)).values(proven=proven))
+            if proven:
+                self._readiness.prove(there)
+            else:
+                self._readiness.doubt(there, reason)
+
     async def _end(self, node: Node, state: str) -> None:
         await self._store(replace(node, state=state, shards={}))
         node.state = state
-        node.shards = {}
+        node.refused, node.activities, node.links, node.capacity = {}, (), (), None
+        self._replace_shards(node, {})
 
     async def _store(self, node: Node) -> None:
         """Make the node's rows equal to ``node``, and add models not seen before."""
-        new_models = {
-            (shard.model, shard.artifact_digest): ModelRow(
-                model=shard.model,
-                artifact_digest=shard.artifact_digest,
-                architecture=shard.architecture,
-                n_layer=shard.n_layer,
-                first_seen_unix_s=int(time.time()),
-            )
-            for shard in (advertised.shard for advertised in node.shards.values())
-            if (shard.model, shard.artifact_digest) not in self._models
-        }
+        rows = new_models(node, self._models.keys())
         async with self._database.writing() as session:
-            await session.merge(
-                NodeRow(
-                    node_id=node.node_id,
-                    lease_epoch=node.lease_epoch,
-                    instance=node.instance,
-                    version=node.version,
-                    state=node.state,
-                    last_seen_unix_s=node.last_seen_unix_s,
-                    public_key=node.public_key,
-                    machine=node.machine,
-                )
-            )
-            await session.execute(delete(ShardRow).where(ShardRow.node_id == node.node_id))
-            session.add_all(
-                ShardRow(
-                    shard_id=advertised.shard.shard_id,
-                    node_id=node.node_id,
-                    shard=advertised.shard.model_dump(mode="json"),
-                    worker_key=advertised.worker_key,
-                    proven=False,
-                )
-                for advertised in node.shards.values()
-            )
-            session.add_all(new_models.values())
-        for row in new_models.values():
-            self._remember(_known(row))
+            await write_node(session, node, self._readiness.is_proven)
+            session.add_all(rows)
+        for row in rows:
+            self._remember(known_model(row))
 
 
-def _known(row: ModelRow) -> KnownModel:
-    return KnownModel(
-        model=row.model,
-        artifact_digest=row.artifact_digest,
-        architecture=row.architecture,
-        n_layer=row.n_layer,
-        first_seen_unix_s=row.first_seen_unix_s,
-    )
+def _differs(before: ShardAdvertisement | None, now: ShardAdvertisement) -> bool:
+    return before is not None and (before.shard, before.worker_key) != (now.shard, now.worker_key)
+
+
+def _substance(shards: dict[str, ShardAdvertisement]) -> dict[str, tuple[object, str]]:
+    """What is kept of the advertisements: all but load and times."""
+    return {shard_id: (one.shard, one.worker_key) for shard_id, one in shards.items()}

@@ -34,9 +34,18 @@ class TrackerSettings:
     #: Peers that want others badly may ask this often.
     announce_min_interval_s: float = 15.0
 
+    #: Whether a shard is offered only after a probe has gone through it. Off only where no real workers are.
+    probing: bool = True
+    #: For the tokens of a probe; up to eight times as long after failures, because weights come from slow disks.
+    probe_timeout_s: float = 10.0
+    #: Before a shard that failed a probe is tried again; doubles with every further failure …
+    probe_retry_s: float = 1.0
+    #: … up to this.
+    probe_retry_max_s: float = 60.0
+
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not value > 0:
+            if name != "probing" and not value > 0:
                 raise UsageError(f"tracker setting {name} is {value}; give a number of seconds above 0")
         if self.lease_ttl_s < 2 * self.heartbeat_s:
             raise UsageError(
