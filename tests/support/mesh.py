@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -96,7 +97,7 @@ class Mesh:
         return await self.started.start(f"node {self._nodes}", arguments, environment)
 
     async def node(self, layers: str, *options: str, state: str | None = None) -> Child:
-        """Start a node agent and wait until the tracker offers its shard."""
+        """Start a node agent and wait until its shard is ready, or lacks a route."""
         child = await self.start_node(layers, *options, state=state)
         ready = await child.event(DEADLINE_S)
         await self.offered(ready["shard"]["shard_id"])
@@ -120,10 +121,32 @@ class Mesh:
         return {shard.shard_id: shard for node in (await self.status()).nodes for shard in node.shards}
 
     async def offered(self, shard_id: str) -> None:
+        """Wait until the tracker has probed a shard; without a route through it, until it knows that there is none."""
+
         async def is_offered() -> bool:
-            return shard_id in await self.shards()
+            shard = (await self.shards()).get(shard_id)
+            return shard is not None and (shard.ready or (shard.why_not_ready or "").startswith("no route"))
 
         await until(f"the tracker offers {shard_id}", is_offered)
+
+    async def ready(self, shard_id: str, *, deadline_s: float = DEADLINE_S) -> None:
+        """Wait until sessions may use a shard."""
+
+        async def is_ready() -> bool:
+            shard = (await self.shards()).get(shard_id)
+            return shard is not None and shard.ready
+
+        await until(f"{shard_id} is ready", is_ready, deadline_s=deadline_s)
+
+    async def not_ready(self, shard_id: str, reason: str) -> str:
+        """Wait until a shard is not ready for a reason that matches; returns all of it."""
+
+        async def why_not() -> str | None:
+            shard = (await self.shards()).get(shard_id)
+            told = shard.why_not_ready if shard is not None else None
+            return told if told is not None and re.search(reason, told) else None
+
+        return str(await until(f"{shard_id} is not ready: {reason}", why_not))
 
     async def withdrawn(self, shard_id: str, *, deadline_s: float = DEADLINE_S) -> None:
         async def is_withdrawn() -> bool:

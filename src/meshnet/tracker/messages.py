@@ -336,10 +336,11 @@ class NodeStatus(Noun):
     capacity: NodeCapacity | None = None
     activities: tuple[Activity, ...] = ()
     assignments: tuple[Assignment, ...] = ()
+    links: tuple[LinkMeasure, ...] = ()
 
 
 class ModelCoverage(Noun):
-    """Whether an artifact can be served now, and if not, why. ``gaps`` are layers that no shard holds."""
+    """Whether an artifact can be served now, and if not, why. ``gaps`` are layers that no ready shard holds."""
 
     model: str
     artifact_digest: Digest
