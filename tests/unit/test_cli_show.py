@@ -10,7 +10,7 @@ from rich.console import Console
 
 from meshnet.cli.logs import OneLine, set_up_logging
 from meshnet.cli.show import printable, size, telemetry_table
-from meshnet.core import FinishCause, HopTelemetry, Telemetry
+from meshnet.core import FinishCause, HopTelemetry, RepairTelemetry, Telemetry
 from meshnet.errors import UsageError
 
 
@@ -51,8 +51,25 @@ def test_telemetry_has_a_row_per_hop_also_for_lost_ones() -> None:
             finish_cause=FinishCause.FAILED,
             hops=(hop("n1/0-4.ab", "0:4"),),
             missing_hops=("n2/4-8.cd",),
+            repairs=(
+                RepairTelemetry(
+                    epoch=2,
+                    cause="hop_lost",
+                    hop="n3/4-8.ef",
+                    detect_ms=12.4,
+                    plan_ms=3,
+                    open_ms=5,
+                    refill_ms=70,
+                    layer_tokens=80,
+                    kept_layer_tokens=0,
+                ),
+            ),
         )
     )
+    assert (
+        "epoch 2: n3/4-8.ef (hop_lost) replaced, 12 ms to notice, 3 to plan, 5 to open, 70 to compute 80 layer-tokens "
+        "again"
+    ) in " ".join(text.split())
     lines = [line.strip() for line in text.splitlines()]
     assert lines[0] == "7 prompt + 4 generated tokens, decode 12.3 tokens/s, end: failed"
     (row,) = [line.split() for line in lines if line.startswith("n1")]

@@ -14,6 +14,7 @@ from meshnet.rpc.generated import shard_pb2 as pb
 from tests.support.gateway_server import until
 from tests.support.shard_server import Broken, ShardServer, failed
 from tests.support.static_routes import StaticRoutes
+from tests.unit.test_gateway_app import api, events
 from tests.unit.test_gateway_generation import FULL, mesh, pieces, request, run
 
 PROMPT = [256, *b"Hi"]
@@ -226,3 +227,41 @@ async def test_sessions_are_renewed_while_they_run() -> None:
         assert routes.renewed[0] == (generation.session_id,)
         gate.set()
         await pieces(generation)
+
+
+async def test_what_hops_did_is_told_to_a_tracker_that_was_away() -> None:
+    class Away(StaticRoutes):
+        n_refused = 0
+
+        async def close_session(self, session_id: str, **end: Any) -> None:
+            if self.n_refused < 3:
+                self.n_refused += 1
+                raise TrackerUnavailable("no answer")
+            await super().close_session(session_id, **end)
+
+    head, tail = ShardServer(shard_id="head", layers=(0, 4)), ShardServer(shard_id="tail", layers=(4, 8))
+    async with mesh(head, tail, routes=Away(()), end_retry_s=0.02) as (generations, routes):
+        await run(generations)
+        await run(generations)
+        await until(lambda: len(routes.ends) == 2, "both ends are recorded")
+    assert [(row.shard_id, row.epoch, row.prefill_tokens, row.decode_tokens) for row in routes.work] == [
+        ("head", 1, 5, 6),
+        ("tail", 1, 5, 6),
+    ] * 2
+
+
+async def test_a_client_hears_of_a_repair_that_takes_long() -> None:
+    gate = asyncio.Event()
+    head, tail, _, spare_tail = thirds([b"h", tail_lost()], script=[gate, b"i"])
+    async with api(head, tail, spare_tail, keepalive_s=0.05, repair_timeout_s=20.0) as gateway:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+        text = ""
+        async with gateway.http.stream("POST", "/v1/chat/completions", json=body) as response:
+            async for piece in response.aiter_text():
+                text += piece
+                if text.count(": keep-alive") >= 2:
+                    gate.set()
+    *chunks, done = events(text)
+    assert done == "[DONE]"
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == "hi"
+    assert chunks[-1]["meshnet"]["repairs"][0]["hop"] == "tail"

@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from meshnet.core import Telemetry
+from meshnet.core import RepairTelemetry, Telemetry
 
 #: Wide enough that a log or a pipe gets whole rows.
 PIPE_WIDTH = 160
@@ -59,7 +59,17 @@ def telemetry_table(telemetry: Telemetry) -> Table:
         for hop in telemetry.hops
     ]
     rows += [(shard, "?", *["?"] * len(right)) for shard in telemetry.missing_hops]
+    for repair in telemetry.repairs:
+        title += f"\nepoch {repair.epoch}: {repair.hop} ({repair.cause}) replaced, {_took(repair)}"
     return table(title, ("hop", "layers", *right), rows, right=right)
+
+
+def _took(repair: RepairTelemetry) -> str:
+    refill = "?" if repair.refill_ms is None else f"{repair.refill_ms:.0f}"
+    return (
+        f"{repair.detect_ms:.0f} ms to notice, {repair.plan_ms:.0f} to plan, {repair.open_ms:.0f} to open, "
+        f"{refill} to compute {repair.layer_tokens} layer-tokens again"
+    )
 
 
 def size(n_bytes: int) -> str:

@@ -6,13 +6,14 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from meshnet.core import FinishCause, HopWork, RepairTelemetry, Route, Telemetry
+from meshnet.core import FinishCause, RepairTelemetry, Route, Telemetry
 from meshnet.errors import BadParameter, DeadlineExceeded, HopLost, HopRefused, PromptTooLong, RepairFailed
 from meshnet.gateway.background import Background
+from meshnet.gateway.ends import SessionEnd
 from meshnet.gateway.hops import RouteHops
 from meshnet.gateway.leg import Leg
 from meshnet.gateway.metrics import GatewayMetrics
@@ -38,9 +39,6 @@ _TOO_LONG = refusal_name(pb.REFUSAL_TOO_LONG)
 
 # llama.cpp takes this seed as "choose one at random".
 _RANDOM_SEED = 0xFFFFFFFF
-
-#: Called once, with the session's id, finish cause, number of generated tokens, and what its hops did.
-OnEnd = Callable[[str, FinishCause, int, Sequence[HopWork]], Coroutine[Any, Any, None]]
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ class Generation:
         metrics: GatewayMetrics,
         background: Background,
         repairer: Repairer,
-        on_end: OnEnd,
+        on_end: Callable[[SessionEnd], Coroutine[Any, Any, None]],
     ) -> None:
         self._request = request
         self._leg = Leg(hops, [0] * len(hops.hops))
@@ -221,7 +219,7 @@ class Generation:
         self._metrics.finished.labels(cause.value).inc()
         work = [work for each in (*self._ended_legs, leg) if each.call is not None for work in each.work()]
         # The client need not wait for the tracker.
-        self._background.run(self._on_end(self.session_id, cause, self.generated_tokens, work))
+        self._background.run(self._on_end(SessionEnd(self.session_id, cause, self.generated_tokens, work)))
 
     def _start(self) -> None:
         leg = self._leg

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 
-from meshnet.core import FinishCause, HopWork, RouteSession, RouteSource
+from meshnet.core import FinishCause, RouteSession, RouteSource
 from meshnet.errors import (
     HopLost,
     HopRefused,
@@ -23,6 +23,7 @@ from meshnet.errors import (
     TrackerUnavailable,
 )
 from meshnet.gateway.background import Background
+from meshnet.gateway.ends import SessionEnd, SessionEnds
 from meshnet.gateway.generation import Generation, GenerationRequest
 from meshnet.gateway.hops import Hop, RouteHops
 from meshnet.gateway.metrics import GatewayMetrics
@@ -49,6 +50,7 @@ class Generations:
         self._routes = routes
         self._pool = WorkerPool()
         self._background = Background()
+        self._ends = SessionEnds(routes, settings)
         self._repairer = Repairer(routes, self._pool, settings, self._background)
         self._running: set[Generation] = set()
         self._n_started = 0
@@ -93,6 +95,7 @@ class Generations:
             self._renewing.cancel()
             await asyncio.gather(self._renewing, return_exceptions=True)
         await self._background.close(timeout_s=2 * self.settings.call_timeout_s + self.settings.close_timeout_s)
+        await self._ends.close()
         await self._pool.close()
 
     async def _open(self, request: GenerationRequest, received_s: float) -> Generation:
@@ -108,7 +111,7 @@ class Generations:
                 metrics=self.metrics,
                 background=self._background,
                 repairer=self._repairer,
-                on_end=self._record_end,
+                on_end=self._ends.record,
             )
             try:
                 await generation.open(await self._description(hops.head))
@@ -151,7 +154,7 @@ class Generations:
         """Close a session that the tracker opens for somebody who left meanwhile."""
         with contextlib.suppress(MeshnetError):
             session = await opening
-            await self._record_end(session.session_id, FinishCause.CANCELLED, 0, ())
+            await self._ends.record(SessionEnd(session.session_id, FinishCause.CANCELLED, 0))
 
     def _renew_while_running(self) -> None:
         if self._renewing is None or self._renewing.done():
@@ -172,18 +175,6 @@ class Generations:
                 continue
             if unknown:
                 _log.warning("the tracker does not know %d running sessions any more; they go on", len(unknown))
-
-    async def _record_end(
-        self, session_id: str, cause: FinishCause, generated_tokens: int, work: Sequence[HopWork]
-    ) -> None:
-        """Tell the tracker; one that does not answer is logged, and its own expiry cleans up."""
-        try:
-            async with asyncio.timeout(self.settings.call_timeout_s):
-                await self._routes.close_session(
-                    session_id, finish_cause=cause, generated_tokens=generated_tokens, work=work
-                )
-        except (MeshnetError, TimeoutError) as error:
-            _log.warning("the end of a session could not be recorded: %s", str(error) or "no answer in time")
 
     async def _description(self, head: Hop) -> pb.DescribeResponse:
         """Vocabulary facts and chat template of the route's artifact."""

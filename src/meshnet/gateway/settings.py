@@ -53,6 +53,9 @@ class GatewaySettings:
     #: How often the tracker is told which sessions are still wanted. It closes others after a minute.
     renew_s: float = 15.0
 
+    #: How often a tracker that was away is told again how sessions ended.
+    end_retry_s: float = 1.0
+
     #: Longest time of one answer. Below the tickets' lifetime, so that Close is still permitted at its end.
     generation_deadline_s: float = 3000.0
 
