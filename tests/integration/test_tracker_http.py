@@ -14,6 +14,7 @@ import pytest
 
 from meshnet.core import FinishCause, RouteSource
 from meshnet.errors import (
+    IdentityRefused,
     LeaseLost,
     NoRoute,
     NotAuthorized,
@@ -26,12 +27,15 @@ from meshnet.tracker.app import MAX_BODY_BYTES, create_app
 from meshnet.tracker.client import HttpRouteSource, TrackerClient
 from meshnet.tracker.database import sqlite_url
 from meshnet.tracker.messages import Departure, Heartbeat, ShardAdvertisement
+from meshnet.tracker.settings import TrackerSettings
 from meshnet.tracker.tracker import Tracker
 from tests.support.http import running
-from tests.support.identities import make_identity, register_at
+from tests.support.identities import OTHER_MACHINE, make_identity, register_at
 from tests.support.shards import advertise, make_shard
 
 TOKEN = "join-0123456789"
+#: No worker stands behind the shards here.
+SETTINGS = TrackerSettings(probing=False)
 ME = "a" * 32
 OTHER = "b" * 32
 SESSION = "0" * 32
@@ -42,7 +46,7 @@ FOR_BITTORRENT = {"/announce/{key}", "/scrape/{key}"}
 
 @pytest.fixture
 async def tracker(tmp_path: Path) -> AsyncIterator[Tracker]:
-    async with Tracker.open(sqlite_url(tmp_path / "tracker.sqlite3")) as opened:
+    async with Tracker.open(sqlite_url(tmp_path / "tracker.sqlite3"), SETTINGS) as opened:
         yield opened
 
 
@@ -75,7 +79,10 @@ CALLS = [
     ("POST", "/tracker/v1/nodes/n1/departure"),
     ("GET", "/tracker/v1/models"),
     ("POST", "/tracker/v1/sessions"),
+    ("POST", "/tracker/v1/sessions/renew"),
+    ("POST", f"/tracker/v1/sessions/{SESSION}/repair"),
     ("POST", f"/tracker/v1/sessions/{SESSION}/end"),
+    ("GET", "/tracker/v1/ledger"),
     ("PUT", f"/tracker/v1/artifacts/{DIGEST}"),
     ("GET", "/tracker/v1/artifacts"),
     ("GET", "/tracker/v1/artifacts/small"),
@@ -149,8 +156,15 @@ async def test_errors_arrive_as_they_were_raised(client: HttpRouteSource) -> Non
     epoch = await offer(client, *halves())
     with pytest.raises(NoRoute, match="leaving out b"):
         await client.open_session("tiny", avoid_shards=["b"])
-    with pytest.raises(RequestError, match="belongs to node n1"):
-        await offer(client, *halves(), node_id="n2", instance=OTHER)
+    with pytest.raises(RequestError, match="node_id"):
+        await client.challenge("-x")
+    with pytest.raises(IdentityRefused, match="running elsewhere"):
+        await register_at(client, OTHER, make_identity("n1", machine=OTHER_MACHINE))
+    with pytest.raises(IdentityRefused, match="another key"):
+        await register_at(client, OTHER, make_identity("n1", key="thief"))
+    with pytest.raises(LeaseLost, match="does not wait for") as lost:
+        await client.register("n1", make_identity("n1").registration(ME, "0" * 64))
+    assert not lost.value.superseded
     await register_at(client, OTHER, "n1")
     with pytest.raises(LeaseLost, match="registered again") as lost:
         await client.heartbeat("n1", Heartbeat(lease_epoch=epoch, instance=ME))
@@ -221,12 +235,39 @@ async def test_malformed_messages_are_refused_by_field(url: str, client: Tracker
     assert (await client.status()).nodes[0].shards == ()
 
 
+async def test_a_malformed_heartbeat_keeps_the_lease(url: str, client: TrackerClient, tracker: Tracker) -> None:
+    epoch = await offer(client, *halves())
+    (before,) = tracker.registry.nodes()
+    reported_s = before.reported_s
+    async with httpx.AsyncClient(headers={"authorization": f"Bearer {TOKEN}"}) as http:
+        answer = await http.post(f"{url}/tracker/v1/nodes/n1/heartbeat", content=shard(n_layer="8"))
+    assert (answer.status_code, epoch) == (422, 1)
+    (node,) = tracker.registry.nodes()
+    assert node.reported_s > reported_s
+    assert list(node.shards) == ["a", "b"]
+
+
+async def test_a_heartbeat_is_answered(client: TrackerClient, tracker: Tracker) -> None:
+    epoch = await offer(client, *halves())
+    foreign = Heartbeat(lease_epoch=1, instance=OTHER, shards=halves())
+    await register_at(client, OTHER, "n2")
+    told = await client.heartbeat("n2", foreign)
+    assert told.not_ready == {"a": "refused: it belongs to node n1", "b": "refused: it belongs to node n1"}
+    tracker.registry.assignments = lambda node_id: ()
+    assert (await client.heartbeat("n1", Heartbeat(lease_epoch=epoch, instance=ME))).assignments == ()
+    status = {node.node_id: node for node in (await client.status()).nodes}
+    assert [(one.shard_id, one.ready, one.why_not_ready) for one in status["n2"].shards] == [
+        ("a", False, "refused: it belongs to node n1"),
+        ("b", False, "refused: it belongs to node n1"),
+    ]
+
+
 async def test_unknown_fields_are_ignored(url: str, client: TrackerClient) -> None:
     await register_at(client, ME, "n1")
     newer = {**GOOD_SHARD, "colour": "blue", "shard": {**GOOD_SHARD["shard"], "certified": True}}
     async with httpx.AsyncClient(headers={"authorization": f"Bearer {TOKEN}"}) as http:
         answer = await http.post(f"{url}/tracker/v1/nodes/n1/heartbeat", content=beat(shards=[newer], later={"x": 1}))
-    assert answer.status_code == 204
+    assert answer.status_code == 200
     assert [s.shard_id for s in (await client.status()).nodes[0].shards] == ["a"]
 
 
@@ -301,7 +342,7 @@ def test_a_url_that_is_none_is_a_usage_error(bad: str) -> None:
 @asynccontextmanager
 async def serving(database: str) -> AsyncIterator[HttpRouteSource]:
     async with (
-        Tracker.open(database) as tracker,
+        Tracker.open(database, SETTINGS) as tracker,
         running(create_app(tracker, TOKEN)) as at,
         HttpRouteSource(at, TOKEN) as client,
     ):
