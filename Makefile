@@ -8,7 +8,7 @@ MAKEFLAGS += --no-builtin-rules
 BUILD_PACKAGES := build-essential:c++ cmake:cmake ninja-build:ninja git:git ccache:ccache pkg-config:pkg-config \
 	libgrpc++-dev libprotobuf-dev protobuf-compiler-grpc:grpc_cpp_plugin libgtest-dev libssl-dev
 LINT_PACKAGES := git:git clang-format:clang-format
-TEST_PACKAGES := curl:curl
+TEST_PACKAGES := curl:curl postgresql:postgres
 VENV := .venv/bin
 # Started in the background, a shell ignores Ctrl-C for itself and all it starts; tests that press it need it back.
 PYTEST := env --default-signal=INT $(VENV)/python -m pytest
