@@ -10,7 +10,7 @@ Before time come, in this order: room for the session's tokens, layers that a br
 stay where they are, and free session slots.
 
 The search walks the model's layers in order. Shards of the same shape differ by a factor only, so that the cheapest
-stands for all; where links are measured, for a few of them. Inside a shard that may be cut, the cheapest entry so far
+stands for all; where links are measured, a few of them do. Inside a shard that may be cut, the cheapest entry so far
 is all that matters at an exit. So the work grows with the number of distinct shapes and their cuts.
 """
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from heapq import nsmallest
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -43,8 +44,11 @@ DEFAULT_LINK = Link(rtt_ms=1.0, bytes_per_s=100e6)
 #: How much of an open session a recently opened one counts. Small: it only decides between what is about equal.
 RECENT_WEIGHT = 0.02
 
-#: Shards of one shape that are looked at singly because their links differ, and heads that a ring is tried for.
-SAME_SHAPE_WIDTH = 6
+#: Where links are measured, the cheapest few shards of a shape are looked at singly, the ring is tried for a few heads,
+#: and a few ways to a place are followed up: as many as these allow, shared out among the shapes.
+_LINKED_LANES = 36
+_MAX_WIDTH = 6
+_MAX_WAYS = 12
 
 #: Far above any time, so that slots come before time, and layers that are kept before slots.
 _MAX_RATE_US = 10**9
@@ -87,14 +91,15 @@ def _with_room(
     """Leaves out shards that are too small for the session, as long as a route remains."""
     wanted = request.capacity_tokens
     roomy = [offer for offer in usable if offer.shard.session_capacity_tokens >= wanted]
-    found = _Search(roomy, request, keep, links).best()
+    neutral_us = _neutral_us(usable)
+    found = _Search(roomy, request, keep, links, neutral_us).best()
     if found is not None or len(roomy) == len(usable):
         return found
     # No route holds what is wanted: then the one that holds most.
     for capacity in sorted({offer.shard.session_capacity_tokens for offer in usable}, reverse=True):
         if capacity < wanted:
             roomy = [offer for offer in usable if offer.shard.session_capacity_tokens >= capacity]
-            found = _Search(roomy, request, keep, links).best()
+            found = _Search(roomy, request, keep, links, neutral_us).best()
             if found is not None:
                 return found
     return None
@@ -107,7 +112,7 @@ class _Lane(NamedTuple):
     offer: Offer
     rate_us: int  # per layer
     extra: int  # once
-    node_id: str | None  # None: no link of it is measured
+    node_id: str | None  # None: links do not matter
     enter_from: int
     enter_to: int
 
@@ -142,6 +147,8 @@ class _Search:
     request: RouteRequest
     keep: Mapping[str, LayerRange]
     links: Links
+    #: Prefill and decode cost of a shard that nobody has measured.
+    neutral_us: tuple[float, float]
     entrances: _Entrances = field(default_factory=dict)
 
     def best(self) -> tuple[Shard, ...] | None:
@@ -171,9 +178,9 @@ class _Search:
     def _lanes(self) -> list[list[_Lane]]:
         """Lanes that may stand in one route together, in an order that does not depend on that of the offers."""
         prompt, answer = self.request.prompt_tokens, self.request.answer_tokens
-        prefill_us, decode_us = _neutral(self.offers)
-        linked = {node_id for pair in self.links for node_id in pair}
-        groups: dict[tuple[Shape, bool, str | None], list[tuple[int, int, float, str, Offer]]] = {}
+        prefill_us, decode_us = self.neutral_us
+        linked = bool(self.links)
+        groups: dict[tuple[Shape, str | None], list[tuple[int, int, float, str, Offer]]] = {}
         for offer in self.offers:
             shard = offer.shard
             shard_id = shard.shard_id
@@ -187,7 +194,7 @@ class _Search:
             free_slots = offer.free_slots
             full = busy >= 1.0 if free_slots is None else free_slots <= 0
             alone = shard_id if shard_id in self.entrances or shard_id in self.keep else None
-            key = (shape_of(shard), offer.node_id in linked, alone)
+            key = (shape_of(shard), alone)
             ranked = (_FULL if full else 0, rate_us, offer.recent, shard_id, offer)
             known = groups.get(key)
             if known is None:
@@ -197,10 +204,11 @@ class _Search:
             elif ranked < known[0]:
                 known[0] = ranked
         by_kin: dict[tuple[str, str, int], list[_Lane]] = {}
-        for (shape, is_linked, _), members in groups.items():
+        width = self._width(len(groups))
+        for (shape, _), members in groups.items():
             lanes = by_kin.setdefault(shape.kin, [])
-            for extra, rate_us, _, shard_id, offer in sorted(members)[: SAME_SHAPE_WIDTH if is_linked else 1]:
-                node_id = offer.node_id if is_linked else None
+            for extra, rate_us, _, shard_id, offer in nsmallest(width, members):
+                node_id = offer.node_id if linked else None
                 enter_from, enter_to = self.entrances.get(shard_id, (0, 10**9))
                 lanes.append(_Lane(shape, offer, rate_us, extra, node_id, enter_from, enter_to))
                 kept = self.keep.get(shard_id)
@@ -214,10 +222,11 @@ class _Search:
     def _heads(self, lanes: Sequence[_Lane]) -> Sequence[str | None]:
         """The nodes that a ring is tried to start at; links decide between them, so None alone without any."""
         at_zero = [lane for lane in lanes if lane.shape.start == 0]
-        if not self.links:
-            return [None] if at_zero else []
         ranked = sorted(at_zero, key=lambda lane: (lane.extra, lane.rate_us, lane.offer.shard.shard_id))
-        return list(dict.fromkeys(lane.node_id for lane in ranked))[:SAME_SHAPE_WIDTH]
+        return list(dict.fromkeys(lane.node_id for lane in ranked))[: self._width(len({lane.shape for lane in lanes}))]
+
+    def _width(self, n_shapes: int) -> int:
+        return min(_MAX_WIDTH, max(1, _LINKED_LANES // max(1, n_shapes))) if self.links else 1
 
     def _sweep(self, lanes: Sequence[_Lane], head: str | None) -> _Exit | None:
         """The cheapest route whose head is on node ``head``, layer by layer."""
@@ -246,6 +255,9 @@ class _Search:
                 known = by_node.get(lane.node_id)
                 if known is None or cost < known.cost:
                     by_node[lane.node_id] = _Exit(cost, lane, entry.start, layer, entry.before)
+            for digest, by_node in exits.items():
+                if len(by_node) > _MAX_WAYS:
+                    exits[digest] = dict(nsmallest(_MAX_WAYS, by_node.items(), key=lambda way: way[1].cost))
             for number, index in at_layer[layer]:
                 lane = lanes[number]
                 if not lane.enter_from <= layer < lane.enter_to or index + 1 == len(lane.shape.places):
@@ -288,7 +300,7 @@ class _Search:
         return self.links.get((giver, taker), DEFAULT_LINK)
 
 
-def _neutral(offers: Iterable[Offer]) -> tuple[float, float]:
+def _neutral_us(offers: Iterable[Offer]) -> tuple[float, float]:
     """Prefill and decode cost of a shard that nobody has measured: the mean of those that somebody has."""
     prefill = [offer.prefill_us for offer in offers if offer.prefill_us is not None]
     decode = [offer.decode_us for offer in offers if offer.decode_us is not None]
