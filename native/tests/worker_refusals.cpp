@@ -179,6 +179,14 @@ TEST(Refusals, GenerateNamesWhatIsWrong) {
     request.mutable_sampling()->set_temperature(-1);
     EXPECT_EQ(refusal_of(request), v1::REFUSAL_BAD_REQUEST);
     request = session.generate_request(prompt, 5);
+    request.set_replayed_tokens(static_cast<uint32_t>(prompt.size()) + 1);
+    EXPECT_EQ(refusal_of(request), v1::REFUSAL_BAD_REQUEST);
+    request = session.generate_request(prompt, 5);
+    request.mutable_resume_at()->Add(0);
+    EXPECT_EQ(refusal_of(request), v1::REFUSAL_BAD_REQUEST) << "two hops";
+    request.mutable_resume_at()->Add(3);
+    EXPECT_EQ(refusal_of(request), v1::REFUSAL_BAD_REQUEST) << "inside the first chunk";
+    request = session.generate_request(prompt, 5);
     request.set_cached_tokens(1);
     EXPECT_EQ(refusal_of(request), v1::REFUSAL_PREFIX_MISMATCH);
     request = session.generate_request(prompt, 5);
@@ -235,7 +243,7 @@ TEST(Epochs, ReopeningKeepsTheCache) {
     more.set_ignore_eog(true);
     EXPECT_EQ(session.client(0).generate(more).ids(), direct_tokens("test:6", cached + " more", 10, {}, true));
     const auto stats = session.close();
-    EXPECT_EQ(stats[1].stats().prefill_tokens(), prompt.size() + 5) << "only the new tokens were computed again";
+    EXPECT_EQ(stats[1].stats().prefill_tokens(), 5U) << "only the new tokens were computed, and counted from Open on";
 
     TestSession fresh(addresses(hops));
     EXPECT_EQ(fresh.open()[0].cached_tokens(), 0U);
@@ -279,7 +287,9 @@ TEST(Epochs, ReopeningEndsTheOldGenerationAndWaitsForItsStep) {
 // ----------------------------------------------------------------------------------------------------- timeouts
 
 TEST(Timeouts, AnIdleSessionIsClosed) {
-    auto hops = make_hops("test:6", {0, 6});
+    WorkerOptions options;
+    options.orphan_timeout_ms = 1'000'000;
+    auto hops = make_hops("test:6", {0, 6}, options);
     TestSession session(addresses(hops));
     session.open();
     hops[0]->worker().tick(now_us() + 119'000'000);

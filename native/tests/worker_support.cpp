@@ -62,9 +62,9 @@ void ControlledEngine::Control::release() {
     changed.notify_all();
 }
 
-void ControlledEngine::Control::pass() {
+void ControlledEngine::Control::pass(uint32_t n) {
     std::lock_guard lock(mutex);
-    ++passes;
+    passes += n;
     changed.notify_all();
 }
 
@@ -76,6 +76,11 @@ bool ControlledEngine::Control::wait_held() {
 uint64_t ControlledEngine::Control::executed_steps() {
     std::lock_guard lock(mutex);
     return executed;
+}
+
+std::vector<ControlledEngine::StepShape> ControlledEngine::Control::taken_steps() {
+    std::lock_guard lock(mutex);
+    return steps;
 }
 
 ControlledEngine::ControlledEngine(std::unique_ptr<ShardEngine> inner, std::shared_ptr<Control> control)
@@ -113,6 +118,9 @@ Status ControlledEngine::execute(const std::vector<Step> & steps, std::vector<St
         --control_->passes;
     }
     ++control_->executed;
+    for (const auto & step : steps) {
+        control_->steps.push_back({step.position, step.tokens.size()});
+    }
     if (control_->throws) {
         throw std::runtime_error("thrown on purpose");
     }
@@ -209,6 +217,14 @@ grpc::Status HopClient::close(const v1::Ticket & ticket, v1::CloseResponse & res
     return status;
 }
 
+grpc::Status HopClient::touch(const v1::Ticket & ticket, v1::TouchResponse & response) const {
+    grpc::ClientContext context;
+    context.set_deadline(call_deadline());
+    v1::TouchRequest request;
+    *request.mutable_ticket() = ticket;
+    return stub_->Touch(&context, request, &response);
+}
+
 Outcome HopClient::generate(const v1::GenerateRequest & request,
                             const std::function<void(const v1::GenerateEvent &)> & each,
                             grpc::ClientContext * context) const {
@@ -247,24 +263,18 @@ Outcome HopClient::generate(const v1::GenerateRequest & request,
 
 // --------------------------------------------------------------------------------------------------------- hops
 
-Hop::Hop(std::unique_ptr<ShardEngine> engine, WorkerOptions options) {
-    start(std::move(engine), std::move(options));
-}
-
 Hop::Hop(const std::string & model, LayerRange layers, WorkerOptions options, uint32_t sequences,
          uint32_t session_tokens)
-    : control_(std::make_shared<ControlledEngine::Control>()) {
-    start(std::make_unique<ControlledEngine>(make_engine(model, layers, session_tokens, sequences), control_),
-          std::move(options));
-}
+    : Hop(make_engine(model, layers, session_tokens, sequences), std::move(options)) {}
 
-void Hop::start(std::unique_ptr<ShardEngine> engine, WorkerOptions options) {
-    const auto & layers = engine->describe().layers;
+Hop::Hop(std::unique_ptr<ShardEngine> engine, WorkerOptions options) {
+    const auto layers = engine->describe().layers;
     if (options.shard_id.empty()) {
         options.shard_id = "shard-" + std::to_string(layers.start) + "-" + std::to_string(layers.end);
     }
     options.artifact_digest = artifact;
-    worker_ = std::make_unique<Worker>(std::move(engine), std::move(options));
+    worker_ = std::make_unique<Worker>(std::make_unique<ControlledEngine>(std::move(engine), control_),
+                                       std::move(options));
     server_ = std::make_unique<WorkerServer>(*worker_);
     std::string problem;
     EXPECT_TRUE(server_->start("127.0.0.1:0", problem)) << problem;
@@ -276,9 +286,7 @@ Hop::~Hop() {
 }
 
 void Hop::stop() {
-    if (control_ != nullptr) {
-        control_->release();
-    }
+    control_->release();
     if (server_ != nullptr) {
         server_->stop(0);
         worker_->stop();
@@ -401,7 +409,8 @@ std::vector<uint32_t> direct_tokens(const std::string & model, const std::string
         std::vector<StepResult> results;
         EXPECT_TRUE(engine->execute({step}, results).ok());
         v1::GeneratedToken token;
-        EXPECT_TRUE(sampler.sample(results[0].logits[0], token));
+        const auto position = step.position + static_cast<uint32_t>(step.tokens.size());
+        EXPECT_TRUE(sampler.sample(results[0].logits[0], position, token));
         tokens.push_back(token.token());
         if (engine->is_eog(static_cast<int32_t>(token.token())) && !ignore_eog) {
             break;

@@ -10,6 +10,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 #include "engine/shard_engine.h"
@@ -31,6 +32,18 @@ bool eventually(const std::function<bool()> & condition);
 // Passes everything to another engine; a test can hold steps back, count them and make them fail.
 class ControlledEngine final : public ShardEngine {
   public:
+    struct StepShape {
+        uint32_t position = 0;
+        size_t tokens = 0;
+
+        bool operator==(const StepShape & other) const {
+            return position == other.position && tokens == other.tokens;
+        }
+        bool operator<(const StepShape & other) const {
+            return std::tie(position, tokens) < std::tie(other.position, other.tokens);
+        }
+    };
+
     struct Control {
         std::mutex mutex;
         std::condition_variable changed;
@@ -38,6 +51,7 @@ class ControlledEngine final : public ShardEngine {
         uint32_t passes = 0;  // ... except this often
         int waiting = 0;
         uint64_t executed = 0;
+        std::vector<StepShape> steps;  // all that came
         Status failure;       // returned instead of computing
         bool throws = false;  // or thrown
         bool no_rollback = false;
@@ -47,11 +61,12 @@ class ControlledEngine final : public ShardEngine {
         void set(const std::function<void(Control &)> & change);
         void hold();
         void release();
-        // Lets one held step pass.
-        void pass();
+        // Lets so many held steps pass.
+        void pass(uint32_t n = 1);
         // Waits until a step is held.
         bool wait_held();
         uint64_t executed_steps();
+        std::vector<StepShape> taken_steps();
     };
 
     ControlledEngine(std::unique_ptr<ShardEngine> inner, std::shared_ptr<Control> control);
@@ -101,6 +116,7 @@ class HopClient {
     v1::StatusResponse status() const;
     grpc::Status open(const v1::OpenRequest & request, v1::OpenResponse & response, v1::RefusalDetail & refusal) const;
     grpc::Status close(const v1::Ticket & ticket, v1::CloseResponse & response, v1::RefusalDetail & refusal) const;
+    grpc::Status touch(const v1::Ticket & ticket, v1::TouchResponse & response) const;
     Outcome generate(const v1::GenerateRequest & request,
                      const std::function<void(const v1::GenerateEvent &)> & each = {},
                      grpc::ClientContext * context = nullptr) const;
@@ -116,7 +132,7 @@ class HopClient {
 class Hop {
   public:
     explicit Hop(std::unique_ptr<ShardEngine> engine, WorkerOptions options = {});
-    // A test-engine shard whose steps the test controls.
+    // A test-engine shard.
     Hop(const std::string & model, LayerRange layers, WorkerOptions options = {}, uint32_t sequences = 32,
         uint32_t session_tokens = 2048);
     ~Hop();
@@ -134,9 +150,7 @@ class Hop {
     void stop();
 
   private:
-    void start(std::unique_ptr<ShardEngine> engine, WorkerOptions options);
-
-    std::shared_ptr<ControlledEngine::Control> control_;
+    std::shared_ptr<ControlledEngine::Control> control_ = std::make_shared<ControlledEngine::Control>();
     std::unique_ptr<Worker> worker_;
     std::unique_ptr<WorkerServer> server_;
     std::unique_ptr<HopClient> client_;

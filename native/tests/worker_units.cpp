@@ -205,6 +205,73 @@ TEST(Generation, ChunksThePromptThenFeedsTokensBack) {
     EXPECT_EQ(finished.decode_us(), 500U);
 }
 
+TEST(Generation, ChunksAreCountedFromPositionZero) {
+    auto sink = std::make_shared<RecordingSink>();
+    auto request = request_of(9, 4, 1);
+    request.set_cached_tokens(6);
+    Generation generation(request, 100, sink, 0);
+    std::vector<std::pair<uint32_t, int>> steps;
+    while (generation.has_step()) {
+        const auto frame = generation.next_step();
+        steps.emplace_back(frame.position(), frame.tokens_size());
+    }
+    EXPECT_EQ(steps, (std::vector<std::pair<uint32_t, int>>{{6, 2}, {8, 4}, {12, 3}}));
+}
+
+TEST(Generation, ReplaysOneTokenPerStepWithoutWaiting) {
+    auto sink = std::make_shared<RecordingSink>();
+    auto request = request_of(9, 4, 1);
+    request.set_replayed_tokens(3);
+    request.mutable_resume_at()->Add(0);
+    request.mutable_resume_at()->Add(7);
+    Generation generation(request, 100, sink, 0);
+    std::vector<std::pair<uint32_t, int>> steps;
+    for (bool first = true; generation.has_step(); first = false) {
+        EXPECT_TRUE(generation.next_is_prefill());
+        const auto frame = generation.next_step();
+        steps.emplace_back(frame.position(), frame.tokens_size());
+        EXPECT_TRUE(frame.prefill());
+        EXPECT_EQ(frame.has_sampling(), first);
+        EXPECT_EQ(frame.rollback(), first);
+        EXPECT_EQ(frame.resume_at_size(), first ? 2 : 0);
+        EXPECT_EQ(frame.sample_at_size(), generation.has_step() ? 0 : 1);
+        EXPECT_EQ(generation.awaits_sample(), !generation.has_step());
+        generation.on_prefill_done(static_cast<uint32_t>(frame.tokens_size()));
+    }
+    EXPECT_EQ(steps, (std::vector<std::pair<uint32_t, int>>{{0, 4}, {4, 2}, {6, 1}, {7, 1}, {8, 1}}));
+    EXPECT_EQ(sink->events.back().prefill().done_tokens(), 9U);
+    EXPECT_EQ(sink->events.back().prefill().total_tokens(), 9U);
+    std::string problem;
+    EXPECT_TRUE(generation.on_sampled(sampled(9, 7), false, 0, problem)) << problem;
+}
+
+TEST(Generation, NothingButReplayedTokens) {
+    auto sink = std::make_shared<RecordingSink>();
+    auto request = request_of(2, 4, 1);
+    request.set_cached_tokens(5);
+    request.set_replayed_tokens(2);
+    Generation generation(request, 100, sink, 0);
+    EXPECT_EQ(generation.next_step().tokens_size(), 1);
+    EXPECT_EQ(generation.next_step().position(), 6U);
+    EXPECT_FALSE(generation.has_step());
+}
+
+TEST(Generation, AChunkIsCutAtTheLastTokenOnlyIfAHopResumesThere) {
+    const auto steps_of = [](const std::vector<uint32_t> & resume_at) {
+        auto request = request_of(7, 4, 1);
+        request.mutable_resume_at()->Add(resume_at.begin(), resume_at.end());
+        Generation generation(request, 100, std::make_shared<RecordingSink>(), 0);
+        std::vector<int> steps;
+        while (generation.has_step()) {
+            steps.push_back(generation.next_step().tokens_size());
+        }
+        return steps;
+    };
+    EXPECT_EQ(steps_of({}), (std::vector<int>{4, 3}));
+    EXPECT_EQ(steps_of({0, 4}), (std::vector<int>{4, 3}));
+    EXPECT_EQ(steps_of({0, 4, 6}), (std::vector<int>{4, 2, 1}));
+}
+
 v1::FinishCause cause_of(v1::GenerateRequest request, uint32_t capacity, bool is_eog) {
     auto sink = std::make_shared<RecordingSink>();
     Generation generation(request, capacity, sink, 0);
@@ -323,6 +390,54 @@ TEST_F(FrameRulesTest, RefusesSamplingOutOfRange) {
     }
 }
 
+TEST_F(FrameRulesTest, ResumePositionsBeginSteps) {
+    v1::GenerateRequest good;
+    for (uint32_t i = 0; i < 20; ++i) {
+        good.add_tokens(i);
+    }
+    good.set_cached_tokens(5);
+    good.set_chunk_tokens(8);
+    good.set_replayed_tokens(6);  // steps at 5, 8, 16, and 19 to 24
+    EXPECT_FALSE(FrameRules::check_resume(good, 3).refused()) << "empty: all hops from cached_tokens";
+    const auto code = [&](const std::vector<uint32_t> & resume_at, uint32_t n_hops) {
+        auto request = good;
+        request.mutable_resume_at()->Add(resume_at.begin(), resume_at.end());
+        return FrameRules::check_resume(request, n_hops).code;
+    };
+    for (const std::vector<uint32_t> & right : std::vector<std::vector<uint32_t>>{
+             {5, 5, 5}, {5, 8, 16}, {5, 19, 19}, {5, 20, 23}, {5, 24, 24}, {5, 5, 24}}) {
+        EXPECT_EQ(code(right, 3), v1::REFUSAL_UNSPECIFIED) << testing::PrintToString(right);
+    }
+    for (const std::vector<uint32_t> & wrong : std::vector<std::vector<uint32_t>>{
+             {5, 5}, {5, 5, 5, 5}, {4, 5, 5}, {6, 6, 6}, {5, 8, 5}, {5, 7, 8}, {5, 15, 16}, {5, 18, 19}, {5, 5, 25}}) {
+        EXPECT_EQ(code(wrong, 3), v1::REFUSAL_BAD_REQUEST) << testing::PrintToString(wrong);
+    }
+    good.set_replayed_tokens(20);
+    EXPECT_FALSE(rules.check_tokens(good).refused());
+    good.set_replayed_tokens(21);
+    const auto refusal = rules.check_tokens(good);
+    EXPECT_EQ(refusal.code, v1::REFUSAL_BAD_REQUEST);
+    EXPECT_EQ(refusal.requested, 21U);
+    EXPECT_EQ(refusal.limit, 20U);
+}
+
+TEST_F(FrameRulesTest, AFrameBeginsWhereItsHopResumes) {
+    auto frame = good();
+    frame.set_position(8);
+    frame.mutable_resume_at()->Add(0);
+    frame.mutable_resume_at()->Add(8);
+    frame.mutable_resume_at()->Add(9);
+    EXPECT_FALSE(rules.check_step(frame).refused());
+    EXPECT_FALSE(FrameRules::check_resume(frame, 1, 3).refused());
+    EXPECT_EQ(FrameRules::check_resume(frame, 0, 3).code, v1::REFUSAL_BAD_REQUEST);
+    EXPECT_EQ(FrameRules::check_resume(frame, 2, 3).code, v1::REFUSAL_BAD_REQUEST);
+    EXPECT_EQ(FrameRules::check_resume(frame, 1, 4).code, v1::REFUSAL_BAD_REQUEST);
+    frame.set_resume_at(2, 7);
+    EXPECT_EQ(FrameRules::check_resume(frame, 1, 3).code, v1::REFUSAL_BAD_REQUEST);
+    frame.clear_sampling();
+    EXPECT_EQ(rules.check_step(frame).code, v1::REFUSAL_BAD_REQUEST) << "not the first frame";
+}
+
 TEST(FrameRules, AStepAlwaysFitsAMessage) {
     EngineDescription description;
     description.step_tokens = 65536;
@@ -377,6 +492,8 @@ TEST(Flags, AreRead) {
                      "64",
                      "--chunk-tokens",
                      "32",
+                     "--orphan-timeout-ms",
+                     "700",
                      "--kv-type-k",
                      "q8_0",
                      "--artifact-digest",
@@ -393,6 +510,7 @@ TEST(Flags, AreRead) {
     EXPECT_EQ(flags.engine.step_tokens, 64U);
     EXPECT_EQ(flags.engine.kv_type_k, "q8_0");
     EXPECT_EQ(flags.worker.chunk_tokens, 32U);
+    EXPECT_EQ(flags.worker.orphan_timeout_ms, 700);
     EXPECT_EQ(flags.worker.shard_id, "s");
     EXPECT_TRUE(flags.exit_with_parent);
     EXPECT_FALSE(flags.describe);

@@ -92,6 +92,8 @@ std::vector<Flag> flag_table(Flags & f) {
         {"--model-name", "S", "name of the model (default the file's)", text(w.model_name)},
         {"--idle-timeout-ms", "N", "close sessions without traffic (default 120000)",
          number(w.idle_timeout_ms, 1, day_ms)},
+        {"--orphan-timeout-ms", "N", "close sessions whose gateway says nothing (default 10000)",
+         number(w.orphan_timeout_ms, 1, day_ms)},
         {"--step-timeout-ms", "N", "report a hop that does not answer (default 30000)",
          number(w.step_timeout_ms, 1, day_ms)},
         {"--connect-timeout-ms", "N", "give up connecting to a neighbour (default 2000)",

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "worker/convert.h"
+#include "worker/generation.h"
 #include "worker/sampler.h"
 
 namespace meshnet {
@@ -15,6 +16,17 @@ constexpr uint64_t token_bytes = 4 + 5;  // the token, and its index in sample_a
 
 Refusal out_of_range(const char * name, const char * range) {
     return bad_request(std::string("sampling.") + name + " must be " + range);
+}
+
+Refusal check_rising(const google::protobuf::RepeatedField<uint32_t> & resume_at, uint32_t n_hops) {
+    if (static_cast<uint32_t>(resume_at.size()) != n_hops) {
+        return {v1::REFUSAL_BAD_REQUEST, "resume_at must have one position per hop of the route",
+                static_cast<uint64_t>(resume_at.size()), n_hops};
+    }
+    if (!std::is_sorted(resume_at.begin(), resume_at.end())) {
+        return bad_request("resume_at must not fall from one hop to the next");
+    }
+    return Refusal::none();
 }
 
 }  // namespace
@@ -58,6 +70,8 @@ Refusal FrameRules::check_step(const v1::StepFrame & frame) const {
         if (auto refusal = check_sampling(frame.sampling()); refusal.refused()) {
             return refusal;
         }
+    } else if (frame.resume_at_size() > 0) {
+        return bad_request("resume_at belongs to the first frame of a generation, which has sampling parameters");
     }
     return check_boundary(frame);
 }
@@ -122,6 +136,66 @@ Refusal FrameRules::check_sampling(const v1::SamplingParams & params) const {
         if (!std::isfinite(bias)) {
             return out_of_range("logit_bias", "finite");
         }
+    }
+    return Refusal::none();
+}
+
+Refusal FrameRules::check_tokens(const v1::GenerateRequest & request) const {
+    const auto n = static_cast<uint64_t>(request.tokens_size());
+    if (n == 0) {
+        return bad_request("a generation needs at least one token that is not cached");
+    }
+    for (const uint32_t token : request.tokens()) {
+        if (auto refusal = check_token(token); refusal.refused()) {
+            return refusal;
+        }
+    }
+    if (request.replayed_tokens() > n) {
+        return {v1::REFUSAL_BAD_REQUEST, "replayed_tokens counts the last of `tokens`", request.replayed_tokens(), n};
+    }
+    if (request.chunk_tokens() > max_step_tokens_) {
+        return {v1::REFUSAL_BAD_REQUEST, "chunk_tokens is above this worker's max_step_tokens", request.chunk_tokens(),
+                max_step_tokens_};
+    }
+    return Refusal::none();
+}
+
+Refusal FrameRules::check_resume(const v1::GenerateRequest & request, uint32_t n_hops) {
+    const auto & resume_at = request.resume_at();
+    if (resume_at.empty()) {
+        return Refusal::none();
+    }
+    if (auto refusal = check_rising(resume_at, n_hops); refusal.refused()) {
+        return refusal;
+    }
+    if (resume_at[0] != request.cached_tokens()) {
+        return {v1::REFUSAL_BAD_REQUEST, "the first of resume_at must be cached_tokens", resume_at[0],
+                request.cached_tokens()};
+    }
+    const uint64_t last = uint64_t{request.cached_tokens()} + static_cast<uint64_t>(request.tokens_size()) - 1;
+    for (const uint32_t position : resume_at) {
+        if (position > last) {
+            return {v1::REFUSAL_BAD_REQUEST, "every hop must compute the last token at least", position, last};
+        }
+        if (!begins_step(request, position)) {
+            return bad_request("position " + std::to_string(position) + " of resume_at is inside a prefill chunk; chunks of " +
+                               std::to_string(request.chunk_tokens()) + " tokens are counted from position 0");
+        }
+    }
+    return Refusal::none();
+}
+
+Refusal FrameRules::check_resume(const v1::StepFrame & frame, uint32_t hop_index, uint32_t n_hops) {
+    const auto & resume_at = frame.resume_at();
+    if (resume_at.empty()) {
+        return Refusal::none();
+    }
+    if (auto refusal = check_rising(resume_at, n_hops); refusal.refused()) {
+        return refusal;
+    }
+    const uint32_t own = resume_at[static_cast<int>(hop_index)];
+    if (own != frame.position()) {
+        return {v1::REFUSAL_BAD_REQUEST, "the first frame does not begin where resume_at says", frame.position(), own};
     }
     return Refusal::none();
 }

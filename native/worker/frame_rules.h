@@ -29,6 +29,12 @@ class FrameRules {
     // Everything about a step that does not depend on its session.
     Refusal check_step(const v1::StepFrame & frame) const;
     Refusal check_sampling(const v1::SamplingParams & params) const;
+    // What a generation says about its tokens that does not depend on its session; chunk_tokens may be 0.
+    Refusal check_tokens(const v1::GenerateRequest & request) const;
+    // Where the hops of a repaired route resume; `request` has passed check_tokens, chunk_tokens is set.
+    static Refusal check_resume(const v1::GenerateRequest & request, uint32_t n_hops);
+    // The same in the first frame of a generation that comes to hop `hop_index`; other frames have no resume_at.
+    static Refusal check_resume(const v1::StepFrame & frame, uint32_t hop_index, uint32_t n_hops);
 
   private:
     Refusal check_boundary(const v1::StepFrame & frame) const;

@@ -4,18 +4,36 @@
 
 namespace meshnet {
 
+bool begins_step(const v1::GenerateRequest & request, uint32_t position) {
+    const auto n_tokens = static_cast<uint32_t>(request.tokens_size());
+    const uint32_t index = position - request.cached_tokens();
+    return index == 0 || index >= n_tokens - request.replayed_tokens() || index + 1 == n_tokens ||
+           position % request.chunk_tokens() == 0;
+}
+
 Generation::Generation(const v1::GenerateRequest & request, uint32_t token_capacity, std::shared_ptr<EventSink> sink,
                        int64_t now_us)
     : sink_(std::move(sink)), prompt_(request.tokens().begin(), request.tokens().end()),
       stop_tokens_(request.stop_tokens().begin(), request.stop_tokens().end()), sampling_(request.sampling()),
-      start_(request.cached_tokens()), chunk_tokens_(request.chunk_tokens()), max_new_tokens_(request.max_new_tokens()),
-      token_capacity_(token_capacity), step_timeout_ms_(request.step_timeout_ms()), ignore_eog_(request.ignore_eog()),
-      started_us_(now_us) {}
+      resume_at_(request.resume_at().begin(), request.resume_at().end()), start_(request.cached_tokens()),
+      replay_from_(prompt_.size() - request.replayed_tokens()), chunk_tokens_(request.chunk_tokens()),
+      max_new_tokens_(request.max_new_tokens()), token_capacity_(token_capacity),
+      step_timeout_ms_(request.step_timeout_ms()), ignore_eog_(request.ignore_eog()), started_us_(now_us) {}
+
+size_t Generation::step_length() const {
+    if (fed_tokens_ >= replay_from_) {
+        return 1;
+    }
+    const size_t position = start_ + fed_tokens_;
+    const size_t n = std::min<size_t>(chunk_tokens_ - position % chunk_tokens_, replay_from_ - fed_tokens_);
+    // Only where a hop holds all but the last token does it lie inside a chunk.
+    return !resume_at_.empty() && resume_at_.back() > position ? std::min<size_t>(n, resume_at_.back() - position) : n;
+}
 
 v1::StepFrame Generation::next_step() {
     v1::StepFrame frame;
     if (next_is_prefill()) {
-        const size_t n = std::min<size_t>(chunk_tokens_, prompt_.size() - fed_tokens_);
+        const size_t n = step_length();
         const auto first = prompt_.begin() + static_cast<std::ptrdiff_t>(fed_tokens_);
         frame.set_position(start_ + static_cast<uint32_t>(fed_tokens_));
         frame.mutable_tokens()->Add(first, first + static_cast<std::ptrdiff_t>(n));
@@ -24,6 +42,7 @@ v1::StepFrame Generation::next_step() {
             frame.set_rollback(true);
             *frame.mutable_sampling() = sampling_;
             frame.set_step_timeout_ms(step_timeout_ms_);
+            frame.mutable_resume_at()->Add(resume_at_.begin(), resume_at_.end());
         }
         fed_tokens_ += n;
     } else {

@@ -12,10 +12,15 @@
 
 namespace meshnet {
 
+// Whether a step of the generation begins at `position`, one of the request's tokens, or can: at the last token. Prompt
+// chunks end at multiples of chunk_tokens, counted from position 0 whatever was cached; so a continued prefill has the
+// steps of an undisturbed one.
+bool begins_step(const v1::GenerateRequest & request, uint32_t position);
+
 class Generation {
   public:
     // `request` must have been checked: at least one token, ids in the vocabulary, prompt and one more token within
-    // `token_capacity`, chunk_tokens set.
+    // `token_capacity`, chunk_tokens set, no more replayed tokens than tokens, a good resume_at.
     Generation(const v1::GenerateRequest & request, uint32_t token_capacity, std::shared_ptr<EventSink> sink,
                int64_t now_us);
 
@@ -26,7 +31,7 @@ class Generation {
         return sink_;
     }
 
-    // A prompt chunk is left, or a sampled token waits to be fed back.
+    // A given token is left, or a sampled one waits to be fed back.
     bool has_step() const {
         return fed_tokens_ < prompt_.size() || decode_ready_;
     }
@@ -54,14 +59,18 @@ class Generation {
     void fail(v1::Failed failed);
 
   private:
+    // Tokens of the next step while next_is_prefill().
+    size_t step_length() const;
     void finish(v1::FinishCause cause, int64_t now_us);
     void report_prefill();
 
     const std::shared_ptr<EventSink> sink_;
-    const std::vector<uint32_t> prompt_;
+    const std::vector<uint32_t> prompt_;  // and what was generated before the route was repaired
     const std::vector<uint32_t> stop_tokens_;
     const v1::SamplingParams sampling_;
-    const uint32_t start_;  // position of prompt_[0]
+    const std::vector<uint32_t> resume_at_;
+    const uint32_t start_;      // position of prompt_[0]
+    const size_t replay_from_;  // index of the first replayed token in prompt_
     const uint32_t chunk_tokens_;
     const uint32_t max_new_tokens_;
     const uint32_t token_capacity_;

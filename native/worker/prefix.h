@@ -8,14 +8,19 @@ namespace meshnet {
 
 inline constexpr uint64_t prefix_hash_seed = 0x6d6573686e657431ULL;
 
-inline uint64_t extend_prefix_hash(uint64_t hash, int32_t token) {
-    uint64_t x = hash ^ (static_cast<uint64_t>(static_cast<uint32_t>(token)) + 0x9e3779b97f4a7c15ULL);
+inline constexpr uint64_t golden_ratio = 0x9e3779b97f4a7c15ULL;
+
+inline uint64_t splitmix64_mix(uint64_t x) {
     x ^= x >> 30;
     x *= 0xbf58476d1ce4e5b9ULL;
     x ^= x >> 27;
     x *= 0x94d049bb133111ebULL;
     x ^= x >> 31;
     return x;
+}
+
+inline uint64_t extend_prefix_hash(uint64_t hash, int32_t token) {
+    return splitmix64_mix(hash ^ (static_cast<uint64_t>(static_cast<uint32_t>(token)) + golden_ratio));
 }
 
 class PrefixHistory {

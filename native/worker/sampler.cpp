@@ -7,6 +7,8 @@
 #include <limits>
 #include <numeric>
 
+#include "worker/prefix.h"
+
 namespace meshnet {
 namespace {
 
@@ -15,11 +17,6 @@ constexpr float min_temperature = 1e-6f;
 
 bool turned_off(float probability) {
     return probability <= 0.0f || probability >= 1.0f;
-}
-
-// llama.cpp takes this seed as "choose one at random"; here every seed is reproducible.
-uint32_t fixed_seed(uint32_t seed) {
-    return seed == LLAMA_DEFAULT_SEED ? seed - 1 : seed;
 }
 
 void put_logprobs(const std::vector<float> & logits, float max_logit, uint32_t n_top, v1::GeneratedToken & out) {
@@ -47,12 +44,20 @@ void put_logprobs(const std::vector<float> & logits, float max_logit, uint32_t n
 
 }  // namespace
 
+uint32_t draw_seed(uint32_t seed, uint32_t position) {
+    const auto mixed =
+        static_cast<uint32_t>(splitmix64_mix(((uint64_t{seed} << 32) | position) + golden_ratio) >> 32);
+    // llama.cpp takes this one as "choose a seed at random".
+    return mixed == LLAMA_DEFAULT_SEED ? mixed - 1 : mixed;
+}
+
 void Sampler::Free::operator()(llama_sampler * sampler) const {
     llama_sampler_free(sampler);
 }
 
 Sampler::Sampler(const v1::SamplingParams & params, uint32_t n_vocab, uint32_t token_capacity)
-    : n_logprobs_(params.logprobs()), chain_(llama_sampler_chain_init(llama_sampler_chain_default_params())) {
+    : n_logprobs_(params.logprobs()), seed_(params.seed()),
+      chain_(llama_sampler_chain_init(llama_sampler_chain_default_params())) {
     auto * chain = chain_.get();
     std::vector<llama_logit_bias> bias;
     for (const auto & [token, value] : params.logit_bias()) {
@@ -72,6 +77,7 @@ Sampler::Sampler(const v1::SamplingParams & params, uint32_t n_vocab, uint32_t t
         llama_sampler_chain_add(chain, penalties_);
     }
     if (params.temperature() < min_temperature) {
+        greedy_ = true;
         plain_greedy_ = bias.empty() && penalties_ == nullptr;
         llama_sampler_chain_add(chain, llama_sampler_init_greedy());
         return;
@@ -90,11 +96,10 @@ Sampler::Sampler(const v1::SamplingParams & params, uint32_t n_vocab, uint32_t t
         llama_sampler_chain_add(chain, llama_sampler_init_min_p(params.min_p(), 1));
     }
     llama_sampler_chain_add(chain, llama_sampler_init_temp(params.temperature()));
-    llama_sampler_chain_add(chain, llama_sampler_init_dist(fixed_seed(params.seed())));
 }
 
 Sampler::Sampler(const Sampler & other)
-    : n_logprobs_(other.n_logprobs_), plain_greedy_(other.plain_greedy_),
+    : n_logprobs_(other.n_logprobs_), seed_(other.seed_), greedy_(other.greedy_), plain_greedy_(other.plain_greedy_),
       chain_(llama_sampler_clone(other.chain_.get())) {
     for (int32_t i = 0; i < llama_sampler_chain_n(chain_.get()); ++i) {
         if (llama_sampler_chain_get(other.chain_.get(), i) == other.penalties_) {
@@ -119,7 +124,7 @@ void Sampler::reset_window(const std::vector<int32_t> & tokens) {
     }
 }
 
-bool Sampler::sample(const std::vector<float> & logits, v1::GeneratedToken & out) {
+bool Sampler::sample(const std::vector<float> & logits, uint32_t position, v1::GeneratedToken & out) {
     size_t best = 0;
     bool has_nan = logits.empty();
     for (size_t i = 0; i < logits.size(); ++i) {
@@ -139,11 +144,16 @@ bool Sampler::sample(const std::vector<float> & logits, v1::GeneratedToken & out
         }
         llama_token_data_array array = {candidates.data(), candidates.size(), -1, false};
         llama_sampler_apply(chain_.get(), &array);
+        if (!greedy_) {
+            const std::unique_ptr<llama_sampler, Free> draw(llama_sampler_init_dist(draw_seed(seed_, position)));
+            llama_sampler_apply(draw.get(), &array);
+        }
         if (array.selected < 0 || static_cast<size_t>(array.selected) >= array.size) {
             return false;
         }
         token = static_cast<size_t>(array.data[array.selected].id);
     }
+    out.set_position(position);
     out.set_token(static_cast<uint32_t>(token));
     if (n_logprobs_ > 0) {
         put_logprobs(logits, logits[best], n_logprobs_ - 1, out);

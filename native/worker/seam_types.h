@@ -36,15 +36,20 @@ class PendingCredit {
         sink_ = std::move(other.sink_);
         frame_no_ = other.frame_no_;
         arrived_us_ = other.arrived_us_;
+        refused_ = other.refused_;
         return *this;
     }
     ~PendingCredit() {
         give();
     }
 
-    void give(v1::Refusal refused = v1::REFUSAL_UNSPECIFIED) {
+    // What the credit will say of the frame.
+    void refuse(v1::Refusal refused) {
+        refused_ = refused;
+    }
+    void give() {
         if (auto sink = std::exchange(sink_, nullptr)) {
-            sink->give(frame_no_, arrived_us_, refused);
+            sink->give(frame_no_, arrived_us_, refused_);
         }
     }
     int64_t arrived_us() const {
@@ -59,13 +64,14 @@ class PendingCredit {
     std::shared_ptr<CreditSink> sink_;
     uint64_t frame_no_ = 0;
     int64_t arrived_us_ = 0;
+    v1::Refusal refused_ = v1::REFUSAL_UNSPECIFIED;
 };
 
 // What a sender remembers of a frame until its credit comes back.
 struct SentFrame {
     std::string session_id;
     uint64_t epoch = 0;
-    bool is_failure = false;      // a FailureFrame: outside the window
+    bool outside_window = false;  // a FailureFrame or an EndFrame
     uint32_t prefill_tokens = 0;  // prompt tokens in it
     uint64_t generation_no = 0;   // head: see Session
     int64_t sent_us = 0;

@@ -82,6 +82,11 @@ class ShardService final : public v1::Shard::CallbackService {
         return answer(context, [&] { return worker_.close(*request, *response); });
     }
 
+    grpc::ServerUnaryReactor * Touch(grpc::CallbackServerContext * context, const v1::TouchRequest * request,
+                                     v1::TouchResponse * response) override {
+        return answer(context, [&] { return worker_.touch(*request, *response); });
+    }
+
   private:
     // A long text takes a while: not on a network thread.
     template <typename Call>

@@ -35,13 +35,14 @@ struct Session {
     v1::Peer next;
     v1::Peer head;
     std::shared_ptr<Link> next_link;  // not at the tail
-    std::shared_ptr<Link> head_link;  // tail: from Open; other hops: from the first failure
+    std::shared_ptr<Link> head_link;  // not at the head: failures, and at the tail tokens, go there
     uint64_t inbound_stream = 0;      // brought the latest frame; 0 is none
 
     uint32_t token_capacity = 0;
     int64_t idle_timeout_us = 0;
     int64_t step_timeout_us = 0;
     int64_t last_activity_us = 0;
+    int64_t gateway_seen_us = 0;  // its last call, or the end of a generation it listened to
     bool closed = false;
 
     // Work.
@@ -52,6 +53,10 @@ struct Session {
     int64_t ready_since_us = 0;  // head: when the next step could have run at the earliest
     uint64_t last_served = 0;
     std::vector<std::function<void()>> when_idle;  // run when `computing` ends
+
+    // Not the tail: what the first frame of this generation that the next hop needs carries beside its own. The position
+    // is the one from which on that hop computes; empty once the frame has gone.
+    std::optional<v1::StepFrame> opening;
 
     // The window towards the next hop (tail: the head).
     uint32_t unacknowledged_frames = 0;
@@ -70,8 +75,10 @@ struct Session {
     int32_t sequence = -1;
     // Tail. Used only by the engine thread.
     std::unique_ptr<Sampler> sampler;
+    uint64_t sampler_epoch = 0;
 
-    v1::HopStats stats;
+    // Of this epoch. A step counts where it was begun, though another epoch may have come while it was computed.
+    std::shared_ptr<v1::HopStats> stats = std::make_shared<v1::HopStats>();
 
     bool is_head() const {
         return hop_index == 0;
@@ -81,6 +88,11 @@ struct Session {
     }
     bool window_open() const {
         return n_hops == 1 || unacknowledged_frames < session_window_frames;
+    }
+    // A failure that cannot be told to the head: the head is to blame for it, and nothing leads there.
+    bool cannot_report() const {
+        return !is_head() && failure.has_value() && failure->refusal() == v1::REFUSAL_PEER_LOST &&
+               failure->hop_index() == 0 && (head_link == nullptr || head_link->lost());
     }
     const std::shared_ptr<Link> & outbound() const {
         return is_tail() ? head_link : next_link;

@@ -12,7 +12,6 @@
 namespace meshnet {
 namespace {
 
-constexpr int64_t tick_interval_ms = 100;
 constexpr uint32_t max_hops = 1024;
 // Longest text or token list of one vocabulary call.
 constexpr size_t max_text_bytes = 8 << 20;
@@ -84,6 +83,7 @@ v1::DescribeResponse Worker::make_description() const {
     d.set_eos_token(model_.eos_token);
     d.set_add_bos(model_.add_bos);
     d.set_can_rollback(model_.can_rollback);
+    d.set_chunk_tokens(std::min(options_.chunk_tokens, rules_.max_step_tokens()));
     return d;
 }
 
@@ -205,7 +205,7 @@ void Worker::open(const v1::OpenRequest & request, OpenReply reply) {
     // Connecting starts here, in the background, outside the mutex.
     const bool is_tail = request.hop_index() + 1 == request.n_hops();
     auto next_link = is_tail ? nullptr : links_.get(request.next().address());
-    auto head_link = is_tail && request.hop_index() > 0 ? links_.get(request.head().address()) : nullptr;
+    auto head_link = request.hop_index() > 0 ? links_.get(request.head().address()) : nullptr;
 
     const auto & id = request.ticket().session_id();
     const uint64_t epoch = request.ticket().epoch();
@@ -223,23 +223,33 @@ void Worker::open(const v1::OpenRequest & request, OpenReply reply) {
         if (refusal.refused()) {
             effects.replies.emplace_back([&] { reply(refusal, {}); });
         } else {
+            std::shared_ptr<v1::HopStats> ended;
             if (session == nullptr) {
                 session = std::make_shared<Session>();
                 session->id = id;
                 sessions_.emplace(id, session);
                 housekeeping_wake_.notify_all();
-            } else if (session->generation != nullptr) {
-                refuse(
-                    *session,
-                    {v1::REFUSAL_STALE_EPOCH, "the session was opened again with epoch " + std::to_string(epoch), 0, 0},
-                    effects);
+            } else {
+                ended = std::exchange(session->stats, std::make_shared<v1::HopStats>());
+                if (session->generation != nullptr) {
+                    refuse(*session,
+                           {v1::REFUSAL_STALE_EPOCH,
+                            "the session was opened again with epoch " + std::to_string(epoch), 0, 0},
+                           effects);
+                }
             }
             place(*session, request, std::move(next_link), std::move(head_link), effects);
-            if (session->outbound() != nullptr && session->outbound()->lost()) {
-                peer_lost(*session, session->is_tail() ? 0 : session->hop_index + 1, "the link broke", effects);
+            if (session->next_link != nullptr && session->next_link->lost()) {
+                peer_lost(*session, session->hop_index + 1, "the link broke", effects);
+            } else if (session->head_link != nullptr && session->head_link->lost()) {
+                peer_lost(*session, 0, "the link broke", effects);
             }
-            auto answer = [session, reply] {
+            // Nothing but a step that was begun in the old epoch changes either of them until the answer is made.
+            auto answer = [session, ended, reply] {
                 v1::OpenResponse response;
+                if (ended != nullptr) {
+                    *response.mutable_ended() = *ended;
+                }
                 response.set_cached_tokens(session->history.length());
                 response.set_prefix_hash(session->history.hash());
                 return [reply, response] { reply(Refusal::none(), response); };
@@ -270,14 +280,16 @@ void Worker::place(Session & session, const v1::OpenRequest & request, std::shar
         request.idle_timeout_s() > 0 ? int64_t{request.idle_timeout_s()} * 1'000'000 : options_.idle_timeout_ms * 1000;
     session.step_timeout_us = options_.step_timeout_ms * 1000;
     session.last_activity_us = now_us();
+    session.gateway_seen_us = session.last_activity_us;
+    session.opening.reset();
     session.unacknowledged_frames = 0;
     session.samples_outstanding = 0;
     session.samples_to_discard = 0;
     session.failure.reset();
     session.failure_report_pending = false;
-    session.stats.set_hop_index(session.hop_index);
-    session.stats.set_shard_id(options_.shard_id);
-    *session.stats.mutable_layers() = description_.layers();
+    session.stats->set_hop_index(session.hop_index);
+    session.stats->set_shard_id(options_.shard_id);
+    *session.stats->mutable_layers() = description_.layers();
 }
 
 Refusal Worker::check_generate(const v1::GenerateRequest & request) const {
@@ -287,17 +299,8 @@ Refusal Worker::check_generate(const v1::GenerateRequest & request) const {
     if (auto refusal = tickets_.check_authentic(request.ticket()); refusal.refused()) {
         return refusal;
     }
-    if (request.tokens_size() == 0) {
-        return bad_request("a generation needs at least one token that is not cached");
-    }
-    for (const uint32_t token : request.tokens()) {
-        if (auto refusal = rules_.check_token(token); refusal.refused()) {
-            return refusal;
-        }
-    }
-    if (request.chunk_tokens() > rules_.max_step_tokens()) {
-        return {v1::REFUSAL_BAD_REQUEST, "chunk_tokens is above this worker's max_step_tokens", request.chunk_tokens(),
-                rules_.max_step_tokens()};
+    if (auto refusal = rules_.check_tokens(request); refusal.refused()) {
+        return refusal;
     }
     return rules_.check_sampling(request.sampling());
 }
@@ -308,7 +311,7 @@ Refusal Worker::generate(const v1::GenerateRequest & original, std::shared_ptr<E
     }
     v1::GenerateRequest request = original;
     if (request.chunk_tokens() == 0) {
-        request.set_chunk_tokens(std::min(options_.chunk_tokens, rules_.max_step_tokens()));
+        request.set_chunk_tokens(description_.chunk_tokens());
     }
     const int64_t now = now_us();
     Effects effects;
@@ -336,7 +339,11 @@ Refusal Worker::generate(const v1::GenerateRequest & original, std::shared_ptr<E
                     "the first " + std::to_string(request.cached_tokens()) + " tokens are not what this hop has cached",
                     request.cached_tokens(), session->history.length()};
         }
+        if (auto refusal = FrameRules::check_resume(request, session->n_hops); refusal.refused()) {
+            return refusal;
+        }
         session->last_activity_us = now;
+        session->gateway_seen_us = now;
         session->ready_since_us = now;
         session->step_timeout_us =
             (request.step_timeout_ms() > 0 ? int64_t{request.step_timeout_ms()} : options_.step_timeout_ms) * 1000;
@@ -380,10 +387,25 @@ Refusal Worker::close(const v1::CloseRequest & request, v1::CloseResponse & resp
             return stale_epoch(request.ticket().epoch(), session->epoch);
         }
         response.set_known(true);
-        *response.mutable_stats() = session->stats;
+        *response.mutable_stats() = *session->stats;
         remove(session, "the session was closed", effects);
     }
     effects.perform();
+    return Refusal::none();
+}
+
+Refusal Worker::touch(const v1::TouchRequest & request, v1::TouchResponse & response) {
+    if (auto refusal = tickets_.check_authentic(request.ticket()); refusal.refused()) {
+        return refusal;
+    }
+    std::lock_guard lock(mutex_);
+    const auto session = find(request.ticket().session_id());
+    response.set_known(session != nullptr);
+    // A ticket of an older epoch says nothing about who wants the session now.
+    if (session != nullptr && request.ticket().epoch() >= session->epoch) {
+        session->last_activity_us = now_us();
+        session->gateway_seen_us = session->last_activity_us;
+    }
     return Refusal::none();
 }
 
@@ -441,50 +463,6 @@ void Worker::stop() {
         housekeeping_thread_.join();
     }
     links_.shutdown();
-}
-
-void Worker::tick(int64_t now) {
-    links_.tick(now);
-    Effects effects;
-    {
-        std::lock_guard lock(mutex_);
-        const auto sessions = sessions_;
-        for (const auto & [id, session] : sessions) {
-            auto & s = *session;
-            const bool waits_for_hop = s.unacknowledged_frames > 0;
-            const bool waits_for_token = s.generation != nullptr && s.generation->awaits_sample() && s.n_hops > 1;
-            if (waits_for_hop && now - s.waiting_since_us > s.step_timeout_us) {
-                peer_lost(s, s.is_tail() ? 0 : s.hop_index + 1,
-                          "no answer within " + std::to_string(s.step_timeout_us / 1000) + " ms", effects);
-            } else if (waits_for_token && !waits_for_hop && !s.computing &&
-                       now - s.waiting_since_us > s.step_timeout_us + 1'000'000) {
-                // The next hop is done with the step; a hop behind it should have reported its own neighbour before.
-                peer_lost(s, s.n_hops - 1,
-                          "no token came back within " + std::to_string(s.step_timeout_us / 1000 + 1000) + " ms",
-                          effects);
-            } else if (!waits_for_hop && !waits_for_token && !s.computing && s.inbox.empty() &&
-                       now - s.last_activity_us > s.idle_timeout_us) {
-                log_info("session " + log_name(id) + " closed after " + std::to_string(s.idle_timeout_us / 1000) +
-                         " ms idle");
-                remove(session, "the session was idle for too long", effects);
-            }
-        }
-    }
-    effects.perform();
-}
-
-void Worker::run_housekeeping() {
-    std::unique_lock lock(mutex_);
-    while (!stopping_) {
-        if (sessions_.empty() && !links_.needs_tick()) {
-            housekeeping_wake_.wait(lock);
-        } else {
-            housekeeping_wake_.wait_for(lock, std::chrono::milliseconds(tick_interval_ms));
-        }
-        lock.unlock();
-        tick(now_us());
-        lock.lock();
-    }
 }
 
 Worker::SessionPtr Worker::find(const std::string & session_id) const {

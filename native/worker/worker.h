@@ -35,6 +35,9 @@ struct WorkerOptions {
     std::string ticket_key;       // empty: any ticket is accepted
     uint32_t chunk_tokens = 128;  // prefill chunk unless a request says otherwise
     int64_t idle_timeout_ms = 120'000;
+    // A session whose gateway has not been heard of for so long is closed, if it is broken here or nothing runs at its
+    // head.
+    int64_t orphan_timeout_ms = 10'000;
     int64_t step_timeout_ms = 30'000;
     int64_t connect_timeout_ms = 2'000;
 };
@@ -60,6 +63,7 @@ class Worker final : public LinkObserver, public FrameReceiver {
     // Stops the generation whose events go to `sink`, if it still runs. Emits nothing.
     void cancel(const std::string & session_id, const EventSink * sink);
     Refusal close(const v1::CloseRequest & request, v1::CloseResponse & response);
+    Refusal touch(const v1::TouchRequest & request, v1::TouchResponse & response);
     // A sink has room again.
     void wake();
 
@@ -71,7 +75,8 @@ class Worker final : public LinkObserver, public FrameReceiver {
     // Ends every session, both threads and all links. Idempotent. Stop the server first.
     void stop();
 
-    // Closes idle sessions and fails those whose next hop does not answer. Housekeeping calls it; public for tests.
+    // Closes idle sessions and orphans, and fails those whose next hop does not answer. Housekeeping calls it; public
+    // for tests.
     void tick(int64_t now_us);
 
     // ---- seam (network threads)
@@ -89,6 +94,7 @@ class Worker final : public LinkObserver, public FrameReceiver {
         uint64_t epoch = 0;
         uint64_t generation_no = 0;  // head
         uint32_t token_capacity = 0;
+        std::shared_ptr<v1::HopStats> stats;
         v1::StepFrame frame;  // boundary: of the hop before until prepare(), for the next hop after compute()
         PendingCredit credit;
         Step step;
@@ -110,11 +116,17 @@ class Worker final : public LinkObserver, public FrameReceiver {
     Refusal check_generate(const v1::GenerateRequest & request) const;
     void remove(const SessionPtr & session, const std::string & why, Effects & effects);
 
+    // worker_housekeeping.cpp: timeouts
+    void run_housekeeping();
+    void tend(const SessionPtr & session, int64_t now_us, Effects & effects);
+    void end(const SessionPtr & session, const std::string & why, Effects & effects);
+
     // worker_seam.cpp: frames, credits, failures. All under the mutex.
     void take_step(Session & session, v1::StepFrame frame, PendingCredit credit, const Refusal & malformed,
                    Effects & effects);
     void take_sampled(Session & session, const v1::SampledFrame & frame, Effects & effects);
     void take_failure(Session & session, const v1::FailureFrame & frame, Effects & effects);
+    void take_end(const SessionPtr & session, const v1::EndFrame & frame, Effects & effects);
     void sampled(Session & session, const v1::SampledFrame & frame, Effects & effects);
     void refuse(Session & session, const Refusal & refusal, Effects & effects);
     void fail(Session & session, v1::Failed failure, Effects & effects);
@@ -130,14 +142,15 @@ class Worker final : public LinkObserver, public FrameReceiver {
     bool is_ready(const Session & session) const;
     std::vector<Job> take_jobs(Effects & effects);
     bool take_job(const SessionPtr & session, Job & job, Effects & effects);
+    Refusal check_job(const Session & session, const v1::StepFrame & frame) const;
     void compute(std::vector<Job> & jobs);
     Status prepare(Job & job);
     void execute(std::vector<Job> & jobs);
     void sample(Job & job);
     void commit(Job & job, Effects & effects);
+    void forward(Job & job, Effects & effects);
     void close_sequences(std::unique_lock<std::mutex> & lock);
 
-    void run_housekeeping();
     SessionPtr find(const std::string & session_id) const;
 
     const std::unique_ptr<ShardEngine> engine_;

@@ -117,41 +117,70 @@ bool Worker::take_job(const SessionPtr & session, Job & job, Effects & effects) 
         s.inbox.pop_front();
         ready_since_us = job.credit.arrived_us();
     }
-    s.stats.set_queue_us(s.stats.queue_us() + static_cast<uint64_t>(now - ready_since_us));
+    s.stats->set_queue_us(s.stats->queue_us() + static_cast<uint64_t>(now - ready_since_us));
 
-    const uint32_t position = job.frame.position();
-    const uint32_t cached = s.history.length();
-    const auto n = static_cast<uint32_t>(job.frame.tokens_size());
-    Refusal refusal;
-    if (job.frame.rollback() ? position > cached : position != cached) {
-        refusal = {v1::REFUSAL_PREFIX_MISMATCH,
-                   "position " + std::to_string(position) + " does not follow the " + std::to_string(cached) +
-                       " tokens cached here",
-                   position, cached};
-    } else if (!s.is_head() && job.frame.prefix_hash() != s.history.hash_at(position)) {
-        refusal = {v1::REFUSAL_PREFIX_MISMATCH,
-                   "the first " + std::to_string(position) + " tokens are not the ones cached here", position, cached};
-    } else if (n > s.token_capacity || position > s.token_capacity - n) {
-        refusal = {v1::REFUSAL_TOO_LONG, "the session holds " + std::to_string(s.token_capacity) + " tokens",
-                   uint64_t{position} + n, s.token_capacity};
-    }
-    if (refusal.refused()) {
+    if (auto refusal = check_job(s, job.frame); refusal.refused()) {
         totals_.set_refused_frames(totals_.refused_frames() + (s.is_head() ? 0 : 1));
         refuse(s, refusal, effects);
         effects.credits.push_back(std::move(job.credit));
         return false;
     }
+    const uint32_t position = job.frame.position();
+    job.cached_before = s.history.length();
     job.frame.set_prefix_hash(s.history.hash_at(position));
     if (job.frame.step_timeout_ms() > 0) {
         s.step_timeout_us = int64_t{job.frame.step_timeout_ms()} * 1000;
+    }
+    if (!s.is_tail() && job.frame.has_sampling()) {
+        auto & opening = s.opening.emplace();
+        opening.set_position(job.frame.resume_at().empty() ? position
+                                                           : job.frame.resume_at(static_cast<int>(s.hop_index) + 1));
+        *opening.mutable_sampling() = job.frame.sampling();
+        opening.set_step_timeout_ms(job.frame.step_timeout_ms());
+        *opening.mutable_resume_at() = job.frame.resume_at();
     }
     s.history.truncate(position);
     s.computing = true;
     job.session = session;
     job.epoch = s.epoch;
     job.token_capacity = s.token_capacity;
-    job.cached_before = cached;
+    job.stats = s.stats;
     return true;
+}
+
+// What a step must be that is the session's next.
+Refusal Worker::check_job(const Session & session, const v1::StepFrame & frame) const {
+    const uint32_t position = frame.position();
+    const uint32_t cached = session.history.length();
+    const auto n = static_cast<uint32_t>(frame.tokens_size());
+    if (frame.rollback() ? position > cached : position != cached) {
+        return {v1::REFUSAL_PREFIX_MISMATCH,
+                "position " + std::to_string(position) + " does not follow the " + std::to_string(cached) +
+                    " tokens cached here",
+                position, cached};
+    }
+    if (!session.is_head() && frame.prefix_hash() != session.history.hash_at(position)) {
+        return {v1::REFUSAL_PREFIX_MISMATCH,
+                "the first " + std::to_string(position) + " tokens are not the ones cached here", position, cached};
+    }
+    if (n > session.token_capacity || position > session.token_capacity - n) {
+        return {v1::REFUSAL_TOO_LONG, "the session holds " + std::to_string(session.token_capacity) + " tokens",
+                uint64_t{position} + n, session.token_capacity};
+    }
+    if (auto refusal = FrameRules::check_resume(frame, session.hop_index, session.n_hops); refusal.refused()) {
+        return refusal;
+    }
+    uint32_t next_at = position;  // where the next hop begins, if it has not begun yet
+    if (!frame.resume_at().empty() && !session.is_tail()) {
+        next_at = frame.resume_at(static_cast<int>(session.hop_index) + 1);
+    } else if (!frame.has_sampling() && session.opening.has_value()) {
+        next_at = session.opening->position();
+    }
+    if (position < next_at && (position + n > next_at || frame.sample_at_size() > 0)) {
+        return bad_request("the step from " + std::to_string(position) + " to " + std::to_string(position + n) +
+                           " crosses position " + std::to_string(next_at) + ", where the next hop resumes");
+    }
+    return Refusal::none();
 }
 
 void Worker::compute(std::vector<Job> & jobs) {
@@ -191,6 +220,8 @@ void Worker::execute(std::vector<Job> & jobs) {
         job.advanced = status.ok();
         if (!status.ok()) {
             job.refusal = refusal_of(status);
+            // What a backend that failed holds, or one that counts otherwise, is nothing to go on from.
+            job.cache_lost = status.code == Code::engine_failure || status.code == Code::failed_precondition;
         } else if (model_.is_tail()) {
             job.result = std::move(results[i]);
             sample(job);
@@ -242,10 +273,11 @@ void Worker::sample(Job & job) {
     if (job.frame.has_sampling()) {
         sampler = std::make_unique<Sampler>(job.frame.sampling(), model_.n_vocab, job.token_capacity);
         sampler->reset_window(before);
+        job.session->sampler_epoch = job.epoch;
     } else if (sampler != nullptr && job.cached_before > job.frame.position()) {
         sampler->reset_window(before);
     }
-    if (sampler == nullptr) {
+    if (sampler == nullptr || job.session->sampler_epoch != job.epoch) {
         job.refusal = bad_request("the first step of a generation must carry sampling parameters");
         return;
     }
@@ -256,11 +288,11 @@ void Worker::sample(Job & job) {
             continue;
         }
         auto & token = *job.sampled.add_tokens();
-        if (!sampler->sample(job.result.logits[static_cast<size_t>(next)], token)) {
+        const uint32_t position = job.frame.position() + static_cast<uint32_t>(i) + 1;
+        if (!sampler->sample(job.result.logits[static_cast<size_t>(next)], position, token)) {
             job.refusal = {v1::REFUSAL_ENGINE_FAILURE, "the model's logits are not finite", 0, 0};
             return;
         }
-        token.set_position(job.frame.position() + static_cast<uint32_t>(i) + 1);
         token.set_is_eog(engine_->is_eog(static_cast<int32_t>(token.token())));
         Status status = engine_->piece(static_cast<int32_t>(token.token()), *token.mutable_piece());
         for (auto & top : *token.mutable_top()) {
@@ -290,17 +322,21 @@ void Worker::commit(Job & job, Effects & effects) {
         }
     } else if (job.advanced) {
         s.history.append({job.frame.tokens().begin(), job.frame.tokens().end()});
-        s.stats.set_compute_us(s.stats.compute_us() + job.compute_us);
-        s.stats.set_sample_us(s.stats.sample_us() + job.sample_us);
+        auto & stats = *job.stats;
+        stats.set_compute_us(stats.compute_us() + job.compute_us);
+        stats.set_sample_us(stats.sample_us() + job.sample_us);
         if (job.frame.prefill()) {
-            s.stats.set_prefill_tokens(s.stats.prefill_tokens() + n);
+            stats.set_prefill_tokens(stats.prefill_tokens() + n);
             totals_.set_prefill_tokens(totals_.prefill_tokens() + n);
             totals_.set_prefill_compute_us(totals_.prefill_compute_us() + job.compute_us);
         } else {
-            s.stats.set_decode_tokens(s.stats.decode_tokens() + n);
+            stats.set_decode_tokens(stats.decode_tokens() + n);
             totals_.set_decode_tokens(totals_.decode_tokens() + n);
             totals_.set_decode_compute_us(totals_.decode_compute_us() + job.compute_us);
         }
+    }
+    if (s.cannot_report() && job.epoch == s.epoch) {
+        job.credit.refuse(v1::REFUSAL_PEER_LOST);
     }
     effects.credits.push_back(std::move(job.credit));
     effects.garbage.push_back(job.session);
@@ -325,12 +361,7 @@ void Worker::commit(Job & job, Effects & effects) {
         ++s.samples_outstanding;
     }
     if (!s.is_tail()) {
-        v1::SeamFrame frame;
-        frame.mutable_step()->Swap(&job.frame);
-        SentFrame sent;
-        sent.prefill_tokens = frame.step().prefill() ? n : 0;
-        sent.generation_no = job.generation_no;
-        send(s, std::move(frame), std::move(sent), effects);
+        forward(job, effects);
         return;
     }
     if (s.is_head() && job.frame.prefill()) {
@@ -347,6 +378,33 @@ void Worker::commit(Job & job, Effects & effects) {
         frame.mutable_sampled()->Swap(&job.sampled);
         send(s, std::move(frame), {}, effects);
     }
+}
+
+// Not the tail: sends a computed step on, unless the next hop holds its tokens already.
+void Worker::forward(Job & job, Effects & effects) {
+    auto & s = *job.session;
+    const auto n = static_cast<uint32_t>(job.frame.tokens_size());
+    if (s.opening.has_value() && job.frame.position() < s.opening->position()) {
+        if (s.is_head()) {
+            s.generation->on_prefill_done(n);
+            effects.flushes.push_back(s.generation->shared_sink());
+        }
+        return;
+    }
+    v1::SeamFrame frame;
+    auto & step = *frame.mutable_step();
+    step.Swap(&job.frame);
+    if (s.opening.has_value()) {
+        step.set_rollback(true);
+        step.mutable_sampling()->Swap(s.opening->mutable_sampling());
+        step.set_step_timeout_ms(s.opening->step_timeout_ms());
+        step.mutable_resume_at()->Swap(s.opening->mutable_resume_at());
+        s.opening.reset();
+    }
+    SentFrame sent;
+    sent.prefill_tokens = step.prefill() ? n : 0;
+    sent.generation_no = job.generation_no;
+    send(s, std::move(frame), std::move(sent), effects);
 }
 
 }  // namespace meshnet

@@ -30,8 +30,8 @@ Refusal Worker::on_frame(PendingCredit credit, v1::SeamFrame frame, uint64_t byt
             auto & s = *session;
             s.inbound_stream = credit.stream_id();
             s.last_activity_us = credit.arrived_us();
-            s.stats.set_bytes_in(s.stats.bytes_in() + bytes);
-            s.stats.set_frames_in(s.stats.frames_in() + 1);
+            s.stats->set_bytes_in(s.stats->bytes_in() + bytes);
+            s.stats->set_frames_in(s.stats->frames_in() + 1);
             switch (frame.body_case()) {
             case v1::SeamFrame::kSampled:
                 take_sampled(s, frame.sampled(), effects);
@@ -39,13 +39,17 @@ Refusal Worker::on_frame(PendingCredit credit, v1::SeamFrame frame, uint64_t byt
             case v1::SeamFrame::kFailure:
                 take_failure(s, frame.failure(), effects);
                 break;
+            case v1::SeamFrame::kEnd:
+                take_end(session, frame.end(), effects);
+                break;
             default:
                 take_step(s, std::move(*frame.mutable_step()), std::move(credit), malformed, effects);
             }
         }
     }
     effects.perform();
-    credit.give(answer);
+    credit.refuse(answer);
+    credit.give();
     return Refusal::none();
 }
 
@@ -53,6 +57,9 @@ void Worker::take_step(Session & session, v1::StepFrame frame, PendingCredit cre
                        Effects & effects) {
     if (session.failure.has_value()) {
         // The sender does not know yet; the head may have missed it.
+        if (session.cannot_report()) {
+            credit.refuse(v1::REFUSAL_PEER_LOST);
+        }
         effects.credits.push_back(std::move(credit));
         report_failure(session, effects);
         return;
@@ -136,6 +143,15 @@ void Worker::take_failure(Session & session, const v1::FailureFrame & frame, Eff
     fail(session, std::move(failure), effects);
 }
 
+void Worker::take_end(const SessionPtr & session, const v1::EndFrame & frame, Effects & effects) {
+    if (session->is_head()) {
+        totals_.set_refused_frames(totals_.refused_frames() + 1);
+        refuse(*session, bad_request("an end frame came to the head"), effects);
+        return;
+    }
+    end(session, printable(frame.message()), effects);
+}
+
 void Worker::refuse(Session & session, const Refusal & refusal, Effects & effects) {
     v1::Failed failure;
     failure.set_refusal(refusal.code);
@@ -178,8 +194,7 @@ void Worker::fail(Session & session, v1::Failed failure, Effects & effects) {
 }
 
 void Worker::report_failure(Session & session, Effects & effects) {
-    const bool head_lost = session.failure->refusal() == v1::REFUSAL_PEER_LOST && session.failure->hop_index() == 0;
-    if (session.is_head() || head_lost || session.failure_report_pending || stopping_) {
+    if (session.is_head() || session.cannot_report() || session.failure_report_pending || stopping_) {
         return;
     }
     if (session.head_link == nullptr || session.head_link->lost()) {
@@ -197,7 +212,7 @@ void Worker::report_failure(Session & session, Effects & effects) {
     SentFrame sent;
     sent.session_id = session.id;
     sent.epoch = session.epoch;
-    sent.is_failure = true;
+    sent.outside_window = true;
     effects.sends.push_back({session.head_link, std::move(frame), std::move(sent)});
 }
 
@@ -207,10 +222,15 @@ void Worker::end_generation(Session & session, Effects & effects) {
     ++session.generation_no;
     session.samples_to_discard = session.samples_outstanding;
     session.last_activity_us = now_us();
+    // Even if its call was cancelled: it may be about to open the session again.
+    session.gateway_seen_us = session.last_activity_us;
 }
 
 void Worker::discard_inbox(Session & session, Effects & effects) {
     for (auto & queued : session.inbox) {
+        if (session.cannot_report()) {
+            queued.credit.refuse(v1::REFUSAL_PEER_LOST);
+        }
         effects.credits.push_back(std::move(queued.credit));
     }
     session.inbox.clear();
@@ -219,8 +239,8 @@ void Worker::discard_inbox(Session & session, Effects & effects) {
 void Worker::send(Session & session, v1::SeamFrame frame, SentFrame sent, Effects & effects) {
     frame.set_session_id(session.id);
     frame.set_epoch(session.epoch);
-    session.stats.set_bytes_out(session.stats.bytes_out() + frame.ByteSizeLong());
-    session.stats.set_frames_out(session.stats.frames_out() + 1);
+    session.stats->set_bytes_out(session.stats->bytes_out() + frame.ByteSizeLong());
+    session.stats->set_frames_out(session.stats->frames_out() + 1);
     if (session.unacknowledged_frames++ == 0) {
         session.waiting_since_us = now_us();
     }
@@ -238,11 +258,11 @@ void Worker::on_credit(const CreditReport & report) {
             return;
         }
         auto & s = *session;
-        if (report.frame.is_failure) {
+        if (report.frame.outside_window) {
             s.failure_report_pending = false;
             return;
         }
-        s.stats.set_network_us(s.stats.network_us() + static_cast<uint64_t>(report.network_us));
+        s.stats->set_network_us(s.stats->network_us() + static_cast<uint64_t>(report.network_us));
         s.last_activity_us = now_us();
         s.waiting_since_us = s.last_activity_us;
         if (s.failure.has_value()) {
@@ -253,7 +273,9 @@ void Worker::on_credit(const CreditReport & report) {
             failure.set_refusal(v1::Refusal_IsValid(report.refused) ? report.refused : v1::REFUSAL_UNKNOWN_SESSION);
             failure.set_hop_index(s.is_tail() ? 0 : s.hop_index + 1);
             failure.set_shard_id(s.is_tail() ? s.head.shard_id() : s.next.shard_id());
-            failure.set_message("hop " + std::to_string(failure.hop_index()) + " does not have this session");
+            failure.set_message("hop " + std::to_string(failure.hop_index()) +
+                                (report.refused == v1::REFUSAL_PEER_LOST ? " cannot reach the head"
+                                                                         : " does not have this session"));
             fail(s, std::move(failure), effects);
         } else {
             const bool was_full = !s.window_open();
@@ -281,6 +303,7 @@ void Worker::on_link_lost(uint64_t link_id, const std::string & reason) {
             if (s.next_link != nullptr && s.next_link->id() == link_id) {
                 peer_lost(s, s.hop_index + 1, reason, effects);
             } else if (s.head_link != nullptr && s.head_link->id() == link_id) {
+                s.failure_report_pending = false;
                 peer_lost(s, 0, reason, effects);
             }
         }
