@@ -294,6 +294,8 @@ class KillMesh(Mesh):
 
     async def _trouble(self, replica: Replica) -> str:
         """Why this replica is not as good as new, or nothing."""
+        if replica.agent is None or replica.agent.process.returncode is not None:
+            raise RuntimeError(f"the agent of {replica} has ended{replica.agent.told() if replica.agent else ''}")
         try:
             shards = {shard.address: shard for shard in (await self.shards()).values()}
             shard = shards.get(replica.link.address)
