@@ -10,92 +10,30 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from sqlalchemy import select, text
+from sqlalchemy import text
 
 from meshnet.core import FinishCause, RouteSource
 from meshnet.errors import NoRoute, SessionLost, TrackerUnavailable, UnknownModel
-from meshnet.tracker.database import Database, HopRow, SessionRow, sqlite_url
-from meshnet.tracker.messages import Departure, Heartbeat, ShardAdvertisement, ShardLoad
-from meshnet.tracker.registry import Registry
-from meshnet.tracker.sessions import TIDY_S, Sessions
-from meshnet.tracker.settings import TrackerSettings
-from tests.support import identities
+from meshnet.tracker.database import Database, sqlite_url
+from meshnet.tracker.messages import Departure, ShardLoad
+from meshnet.tracker.sessions import TIDY_S
+from tests.support.session_mesh import ME, SessionMesh, halves
 from tests.support.shards import WORKER_KEY, advertise, make_shard
-
-ME = "a" * 32
-SETTINGS = TrackerSettings(session_ttl_s=600, session_lease_s=60, suspect_s=5, keep_closed_sessions_s=6000)
-
-
-class Clock:
-    def __init__(self, now: float) -> None:
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Mesh:
-    """A registry with one node, and sessions on it."""
-
-    def __init__(self, database: Database) -> None:
-        self.database = database
-        self.unix = Clock(1_000_000.0)
-        self.monotonic = Clock(50.0)
-        self.registry = Registry(database, SETTINGS, clock=self.monotonic)
-        self.sessions = Sessions(database, self.registry, SETTINGS, clock=self.unix)
-        self.epoch = 0
-        self.offered: tuple[ShardAdvertisement, ...] = ()
-
-    async def offer(self, *advertised: ShardAdvertisement) -> None:
-        if not self.epoch:
-            self.epoch = (await identities.register(self.registry, ME, "n1")).lease_epoch
-        self.offered = advertised
-        await self.registry.heartbeat("n1", Heartbeat(lease_epoch=self.epoch, instance=ME, shards=advertised))
-
-    async def pass_s(self, seconds: float) -> None:
-        """Time goes by, and the node reports all the while."""
-        until = self.monotonic.now + seconds
-        while self.monotonic.now < until:
-            step = min(SETTINGS.heartbeat_s, until - self.monotonic.now)
-            self.monotonic.now += step
-            self.unix.now += step
-            await self.offer(*self.offered)
-
-    async def rows(self) -> list[SessionRow]:
-        async with self.database.reading() as session:
-            return list(await session.scalars(select(SessionRow).order_by(SessionRow.session_id)))
-
-    async def hops(self) -> list[tuple[int, int, str, str, str]]:
-        async with self.database.reading() as session:
-            rows = await session.scalars(select(HopRow).order_by(HopRow.epoch, HopRow.hop_index))
-            return [(r.epoch, r.hop_index, r.shard_id, r.node_id, f"{r.layer_start}:{r.layer_end}") for r in rows]
-
-    async def restarted(self) -> Mesh:
-        """Another tracker on the same database."""
-        again = Mesh(self.database)
-        again.unix.now = self.unix.now
-        await again.registry.restore()
-        await again.sessions.restore()
-        return again
 
 
 @pytest.fixture
-async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
+async def mesh(tmp_path: Path) -> AsyncIterator[SessionMesh]:
     database = await Database.open(sqlite_url(tmp_path / "tracker.sqlite3"))
-    yield Mesh(database)
+    yield SessionMesh(database)
     await database.close()
 
 
-def halves(slots: int = 4) -> tuple[ShardAdvertisement, ShardAdvertisement]:
-    return advertise(make_shard("a", "0:3", slots=slots)), advertise(make_shard("b", "3:8", slots=slots))
-
-
-def test_sessions_are_a_route_source(mesh: Mesh) -> None:
+def test_sessions_are_a_route_source(mesh: SessionMesh) -> None:
     source: RouteSource = mesh.sessions
     assert source is mesh.sessions
 
 
-async def test_every_hop_gets_a_ticket_signed_with_its_key(mesh: Mesh) -> None:
+async def test_every_hop_gets_a_ticket_signed_with_its_key(mesh: SessionMesh) -> None:
     await mesh.offer(*halves())
     session = await mesh.sessions.open_session("tiny")
     assert session.epoch == 1
@@ -110,13 +48,13 @@ async def test_every_hop_gets_a_ticket_signed_with_its_key(mesh: Mesh) -> None:
     assert await mesh.hops() == [(1, 0, "a", "n1", "0:3"), (1, 1, "b", "n1", "3:8")]
 
 
-async def test_session_ids_are_random(mesh: Mesh) -> None:
+async def test_session_ids_are_random(mesh: SessionMesh) -> None:
     await mesh.offer(*halves(slots=50))
     ids = {(await mesh.sessions.open_session("tiny")).session_id for _ in range(20)}
     assert len(ids) == 20
 
 
-async def test_closing_frees_the_slots_once(mesh: Mesh) -> None:
+async def test_closing_frees_the_slots_once(mesh: SessionMesh) -> None:
     await mesh.offer(*halves())
     first = await mesh.sessions.open_session("tiny")
     await mesh.sessions.open_session("tiny")
@@ -130,7 +68,7 @@ async def test_closing_frees_the_slots_once(mesh: Mesh) -> None:
     assert await mesh.sessions.count_closed() == 1
 
 
-async def test_unknown_and_unserved_models_are_different_errors(mesh: Mesh) -> None:
+async def test_unknown_and_unserved_models_are_different_errors(mesh: SessionMesh) -> None:
     with pytest.raises(UnknownModel, match="no node has offered any model yet"):
         await mesh.sessions.open_session("tiny")
     await mesh.offer(*halves())
@@ -144,7 +82,7 @@ async def test_unknown_and_unserved_models_are_different_errors(mesh: Mesh) -> N
         await mesh.sessions.open_session("tiny")
 
 
-async def test_the_worker_alone_decides_that_it_is_full(mesh: Mesh) -> None:
+async def test_the_worker_alone_decides_that_it_is_full(mesh: SessionMesh) -> None:
     # A gateway that was killed leaves its sessions open here; the worker has freed their slots long ago.
     await mesh.offer(*halves(slots=2))
     for _ in range(5):
@@ -152,7 +90,7 @@ async def test_the_worker_alone_decides_that_it_is_full(mesh: Mesh) -> None:
     assert mesh.sessions.open_on("a") == 5
 
 
-async def test_sessions_opened_at_once_spread_over_replicas(mesh: Mesh) -> None:
+async def test_sessions_opened_at_once_spread_over_replicas(mesh: SessionMesh) -> None:
     replicas = [advertise(make_shard(f"b{n}", "3:8", slots=8)) for n in range(4)]
     await mesh.offer(advertise(make_shard("a", "0:3", slots=50)), *replicas)
     opened = await asyncio.gather(*(mesh.sessions.open_session("tiny") for _ in range(16)))
@@ -160,7 +98,7 @@ async def test_sessions_opened_at_once_spread_over_replicas(mesh: Mesh) -> None:
     assert used == {"b0": 4, "b1": 4, "b2": 4, "b3": 4}
 
 
-async def test_reported_load_moves_new_sessions_away(mesh: Mesh) -> None:
+async def test_reported_load_moves_new_sessions_away(mesh: SessionMesh) -> None:
     await mesh.offer(
         advertise(make_shard("a", "0:3")),
         advertise(make_shard("b1", "3:8"), ShardLoad(open_sessions=3)),
@@ -170,7 +108,7 @@ async def test_reported_load_moves_new_sessions_away(mesh: Mesh) -> None:
     assert session.route.shards[1].shard_id == "b2"
 
 
-async def test_sessions_that_nobody_closed_do_not_repel_new_ones(mesh: Mesh) -> None:
+async def test_sessions_that_nobody_closed_do_not_repel_new_ones(mesh: SessionMesh) -> None:
     first = advertise(make_shard("w1", "0:8"))
     second = advertise(make_shard("w2", "0:8"), ShardLoad(open_sessions=1))
     await mesh.offer(first, second)
@@ -182,20 +120,20 @@ async def test_sessions_that_nobody_closed_do_not_repel_new_ones(mesh: Mesh) -> 
     assert [shard.shard_id for shard in session.route.shards] == ["w1"]
 
 
-async def test_a_draining_shard_gets_no_session(mesh: Mesh) -> None:
+async def test_a_draining_shard_gets_no_session(mesh: SessionMesh) -> None:
     await mesh.offer(advertise(make_shard("w", "0:8"), ShardLoad(draining=True)))
     with pytest.raises(NoRoute):
         await mesh.sessions.open_session("tiny")
     assert await mesh.sessions.models() == []
 
 
-async def test_avoided_shards_are_left_out(mesh: Mesh) -> None:
+async def test_avoided_shards_are_left_out(mesh: SessionMesh) -> None:
     await mesh.offer(*halves(), advertise(make_shard("b2", "3:8")))
     session = await mesh.sessions.open_session("tiny", avoid_shards=["b"])
     assert [shard.shard_id for shard in session.route.shards] == ["a", "b2"]
 
 
-async def test_the_size_of_a_request_counts(mesh: Mesh) -> None:
+async def test_the_size_of_a_request_counts(mesh: SessionMesh) -> None:
     small = advertise(make_shard("small", "0:8", capacity_tokens=100))
     large = advertise(make_shard("large", "0:8", capacity_tokens=1000), ShardLoad(open_sessions=3))
     await mesh.offer(small, large)
@@ -207,7 +145,7 @@ async def test_the_size_of_a_request_counts(mesh: Mesh) -> None:
     assert session.route.shards[0].shard_id == "small"
 
 
-async def test_a_repair_keeps_the_survivors_and_raises_the_epoch(mesh: Mesh) -> None:
+async def test_a_repair_keeps_the_survivors_and_raises_the_epoch(mesh: SessionMesh) -> None:
     await mesh.offer(*halves(), advertise(make_shard("a2", "0:3")), advertise(make_shard("b2", "3:8")))
     session = await mesh.sessions.open_session("tiny")
     head, tail = (shard.shard_id for shard in session.route.shards)
@@ -223,7 +161,7 @@ async def test_a_repair_keeps_the_survivors_and_raises_the_epoch(mesh: Mesh) -> 
     assert [hop[:3] for hop in await mesh.hops()] == [(1, 0, head), (1, 1, tail), (2, 0, head), (2, 1, other)]
 
 
-async def test_a_repair_that_finds_no_route_can_be_tried_again(mesh: Mesh) -> None:
+async def test_a_repair_that_finds_no_route_can_be_tried_again(mesh: SessionMesh) -> None:
     await mesh.offer(*halves())
     session = await mesh.sessions.open_session("tiny")
     for _ in range(2):
@@ -234,7 +172,7 @@ async def test_a_repair_that_finds_no_route_can_be_tried_again(mesh: Mesh) -> No
     assert [shard.shard_id for shard in repaired.route.shards] == ["a", "spare"]
 
 
-async def test_a_repair_never_changes_the_model_file(mesh: Mesh) -> None:
+async def test_a_repair_never_changes_the_model_file(mesh: SessionMesh) -> None:
     await mesh.offer(advertise(make_shard("w", "0:8")))
     session = await mesh.sessions.open_session("tiny")
     await mesh.offer(advertise(make_shard("w", "0:8")), advertise(make_shard("v", "0:8", artifact="sha256:bb")))
@@ -242,7 +180,7 @@ async def test_a_repair_never_changes_the_model_file(mesh: Mesh) -> None:
         await mesh.sessions.repair_session(session.session_id, epoch=1, lost_shards=["w"])
 
 
-async def test_a_repair_needs_the_last_epoch_of_an_open_session(mesh: Mesh) -> None:
+async def test_a_repair_needs_the_last_epoch_of_an_open_session(mesh: SessionMesh) -> None:
     await mesh.offer(*halves(), advertise(make_shard("b2", "3:8")))
     with pytest.raises(SessionLost, match="does not know"):
         await mesh.sessions.repair_session("0" * 32, epoch=1, lost_shards=[])
@@ -254,7 +192,7 @@ async def test_a_repair_needs_the_last_epoch_of_an_open_session(mesh: Mesh) -> N
         await mesh.sessions.repair_session(session.session_id, epoch=1, lost_shards=[])
 
 
-async def test_of_two_repairs_of_one_epoch_one_wins(mesh: Mesh) -> None:
+async def test_of_two_repairs_of_one_epoch_one_wins(mesh: SessionMesh) -> None:
     await mesh.offer(*halves(), advertise(make_shard("b2", "3:8")), advertise(make_shard("b3", "3:8")))
     session = await mesh.sessions.open_session("tiny")
     lost = session.route.shards[1].shard_id
@@ -266,7 +204,7 @@ async def test_of_two_repairs_of_one_epoch_one_wins(mesh: Mesh) -> None:
     assert [hop[0] for hop in await mesh.hops()] == [1, 1, 2, 2]
 
 
-async def test_a_session_closed_while_it_is_repaired_gets_no_tickets(mesh: Mesh) -> None:
+async def test_a_session_closed_while_it_is_repaired_gets_no_tickets(mesh: SessionMesh) -> None:
     await mesh.offer(*halves(), advertise(make_shard("b2", "3:8")))
     session = await mesh.sessions.open_session("tiny")
     repairing = asyncio.create_task(
@@ -280,7 +218,7 @@ async def test_a_session_closed_while_it_is_repaired_gets_no_tickets(mesh: Mesh)
     assert [row.state for row in await mesh.rows()] == ["closed"]
 
 
-async def test_a_lost_shard_is_suspect_for_a_while_to_all(mesh: Mesh) -> None:
+async def test_a_lost_shard_is_suspect_for_a_while_to_all(mesh: SessionMesh) -> None:
     await mesh.offer(advertise(make_shard("w1", "0:8", slots=100)), advertise(make_shard("w2", "0:8")))
     session = await mesh.sessions.open_session("tiny", avoid_shards=["w2"])
     await mesh.sessions.repair_session(session.session_id, epoch=1, lost_shards=["w1"])
@@ -295,7 +233,7 @@ async def test_a_lost_shard_is_suspect_for_a_while_to_all(mesh: Mesh) -> None:
     assert "w1" in used
 
 
-async def test_a_lost_shard_that_came_back_may_serve_the_same_session_again(mesh: Mesh) -> None:
+async def test_a_lost_shard_that_came_back_may_serve_the_same_session_again(mesh: SessionMesh) -> None:
     await mesh.offer(advertise(make_shard("w1", "0:8")), advertise(make_shard("w2", "0:8")))
     session = await mesh.sessions.open_session("tiny", avoid_shards=["w2"])
     second = await mesh.sessions.repair_session(session.session_id, epoch=1, lost_shards=["w1"])
@@ -303,7 +241,7 @@ async def test_a_lost_shard_that_came_back_may_serve_the_same_session_again(mesh
     assert (third.epoch, third.route.shards[0].shard_id) == (3, "w1")
 
 
-async def test_sessions_nobody_renews_are_orphans(mesh: Mesh) -> None:
+async def test_sessions_nobody_renews_are_orphans(mesh: SessionMesh) -> None:
     await mesh.offer(*halves())
     wanted = await mesh.sessions.open_session("tiny")
     orphan = await mesh.sessions.open_session("tiny")
@@ -317,7 +255,7 @@ async def test_sessions_nobody_renews_are_orphans(mesh: Mesh) -> None:
     assert states == {wanted.session_id: ("open", None), orphan.session_id: ("orphaned", 1_000_060)}
 
 
-async def test_sessions_end_with_their_tickets(mesh: Mesh) -> None:
+async def test_sessions_end_with_their_tickets(mesh: SessionMesh) -> None:
     await mesh.offer(*halves())
     session = await mesh.sessions.open_session("tiny")
     mesh.unix.now += 599
@@ -334,7 +272,7 @@ async def test_sessions_end_with_their_tickets(mesh: Mesh) -> None:
     assert (row.state, row.finish_cause, row.closed_unix_s) == ("expired", None, 1_000_600)
 
 
-async def test_closed_sessions_and_their_hops_are_forgotten_in_time(mesh: Mesh) -> None:
+async def test_closed_sessions_and_their_hops_are_forgotten_in_time(mesh: SessionMesh) -> None:
     await mesh.offer(*halves())
     session = await mesh.sessions.open_session("tiny")
     await mesh.sessions.close_session(session.session_id, finish_cause=FinishCause.EOG, generated_tokens=1)
@@ -347,7 +285,7 @@ async def test_closed_sessions_and_their_hops_are_forgotten_in_time(mesh: Mesh) 
     assert (await mesh.rows(), await mesh.hops()) == ([], [])
 
 
-async def test_a_restart_keeps_open_sessions(mesh: Mesh) -> None:
+async def test_a_restart_keeps_open_sessions(mesh: SessionMesh) -> None:
     await mesh.offer(*halves(), advertise(make_shard("b2", "3:8")))
     session = await mesh.sessions.open_session("tiny", avoid_shards=["b2"])
     closed = await mesh.sessions.open_session("tiny", avoid_shards=["b2"])
@@ -363,7 +301,7 @@ async def test_a_restart_keeps_open_sessions(mesh: Mesh) -> None:
     assert once_more.sessions.n_open == 0
 
 
-async def test_after_a_restart_every_session_has_a_whole_lease(mesh: Mesh) -> None:
+async def test_after_a_restart_every_session_has_a_whole_lease(mesh: SessionMesh) -> None:
     await mesh.offer(*halves())
     session = await mesh.sessions.open_session("tiny")
     mesh.monotonic.now += 59
@@ -374,7 +312,7 @@ async def test_after_a_restart_every_session_has_a_whole_lease(mesh: Mesh) -> No
     assert await again.sessions.expire() == (session.session_id,)
 
 
-async def test_a_failing_database_hands_out_no_ticket_and_changes_nothing(mesh: Mesh) -> None:
+async def test_a_failing_database_hands_out_no_ticket_and_changes_nothing(mesh: SessionMesh) -> None:
     await mesh.offer(*halves(), advertise(make_shard("b2", "3:8")))
     session = await mesh.sessions.open_session("tiny")
     head, tail = (shard.shard_id for shard in session.route.shards)
@@ -395,7 +333,7 @@ async def test_a_failing_database_hands_out_no_ticket_and_changes_nothing(mesh: 
     assert len(await mesh.rows()) == 1
 
 
-async def test_orphans_are_recorded_once_the_database_works_again(mesh: Mesh) -> None:
+async def test_orphans_are_recorded_once_the_database_works_again(mesh: SessionMesh) -> None:
     await mesh.offer(*halves())
     await mesh.sessions.open_session("tiny")
     async with mesh.database.writing() as writer:
@@ -412,7 +350,7 @@ async def test_orphans_are_recorded_once_the_database_works_again(mesh: Mesh) ->
     assert [row.state for row in await mesh.rows()] == ["orphaned"]
 
 
-async def test_a_caller_that_goes_away_while_a_session_opens_leaves_an_orphan(mesh: Mesh) -> None:
+async def test_a_caller_that_goes_away_while_a_session_opens_leaves_an_orphan(mesh: SessionMesh) -> None:
     await mesh.offer(*halves())
     opening = asyncio.create_task(mesh.sessions.open_session("tiny"))
     await asyncio.sleep(0)
@@ -424,7 +362,7 @@ async def test_a_caller_that_goes_away_while_a_session_opens_leaves_an_orphan(me
     assert [row.state for row in await mesh.rows()] == ["orphaned"]
 
 
-async def test_served_models_tell_the_capacity_of_their_route(mesh: Mesh) -> None:
+async def test_served_models_tell_the_capacity_of_their_route(mesh: SessionMesh) -> None:
     await mesh.offer(*halves(), advertise(make_shard("other", "0:3", model="partial")))
     (served,) = await mesh.sessions.models()
     assert (served.model, served.artifact_digest, served.session_capacity_tokens) == ("tiny", "sha256:aa", 512)
