@@ -53,6 +53,17 @@ def serve(
         float,
         typer.Option("--session-lease-s", help="A session not renewed for this long is an orphan, in seconds."),
     ] = 60.0,
+    deploy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="ARTIFACT[:context=N,sessions=K,replicas=R] that nodes without --layers are to serve; repeatable. "
+            "[default: everything published, once]"
+        ),
+    ] = None,
+    placement_grace_s: Annotated[
+        float,
+        typer.Option("--placement-grace-s", help="How long a vanished node's layers are kept for it, in seconds."),
+    ] = 60.0,
     json_events: Annotated[bool, typer.Option("--json", help="Print a JSON line when ready, and no secrets.")] = False,
     exit_with_parent: Annotated[bool, typer.Option("--exit-with-parent", hidden=True)] = False,
 ) -> None:
@@ -69,6 +80,8 @@ def serve(
         raise UsageError("--tracker goes with --gateway-only; without it, serve runs its own tracker")
     if gateway_only and (state_dir or database):
         raise UsageError("--state-dir and --database are the tracker's; a gateway alone keeps nothing")
+    if gateway_only and deploy:
+        raise UsageError("--deploy is the tracker's; a gateway alone places nothing")
     api_key = None if tracker_only else credentials.api_key(create=True)
     # A gateway alone must know its tracker's token: one made up here would never fit.
     join_token = credentials.join_token(create=not gateway_only)
@@ -86,6 +99,8 @@ def serve(
             session_lease_s=session_lease_s,
             step_timeout_s=step_timeout_s,
             repair_timeout_s=repair_timeout_s,
+            deploy=deploy or [],
+            placement_grace_s=placement_grace_s,
             json_events=json_events,
             with_parent=exit_with_parent,
         )
@@ -106,6 +121,8 @@ async def _serve(
     session_lease_s: float,
     step_timeout_s: float,
     repair_timeout_s: float,
+    deploy: list[str],
+    placement_grace_s: float,
     json_events: bool,
     with_parent: bool,
 ) -> None:
@@ -117,9 +134,11 @@ async def _serve(
     from meshnet.tracker.client import HttpRouteSource
     from meshnet.tracker.database_url import sqlite_directory, sqlite_url
     from meshnet.tracker.exclusive import only_process
+    from meshnet.tracker.recipes import Recipe
     from meshnet.tracker.settings import TrackerSettings
     from meshnet.tracker.tracker import Tracker
 
+    recipes = [Recipe.parse(text) for text in deploy]
     async with AsyncExitStack() as stack:
         listener = stack.enter_context(hosting.listen(host, port))
         source: RouteSource
@@ -139,9 +158,12 @@ async def _serve(
                     )
                 )
             settings = TrackerSettings(
-                heartbeat_s=heartbeat_s, lease_ttl_s=lease_ttl_s, session_lease_s=session_lease_s
+                heartbeat_s=heartbeat_s,
+                lease_ttl_s=lease_ttl_s,
+                session_lease_s=session_lease_s,
+                placement_grace_s=placement_grace_s,
             )
-            tracker = await stack.enter_async_context(Tracker.open(url, settings))
+            tracker = await stack.enter_async_context(Tracker.open(url, settings, recipes))
             source = tracker.sessions
             tracker_app = create_tracker_app(tracker, join_token.value)
         if api_key is not None:

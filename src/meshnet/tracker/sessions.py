@@ -50,6 +50,8 @@ class Sessions:
         #: Ends that are still to be recorded.
         self._given_up: dict[str, SessionState] = {}
         self._tidied_s: float | None = None
+        #: Called with the lost shards of a session that cannot be repaired now. Set by whoever finds a replacement.
+        self.unrepairable: Callable[[Collection[str]], None] = lambda shard_ids: None
 
     async def restore(self) -> None:
         """Read the sessions that an earlier run left open. Each gets a whole lease from now."""
@@ -148,7 +150,11 @@ class Sessions:
         # What the session was opened for still has to fit.
         capacity = min((hop.capacity_tokens for hop in session.hops), default=0)
         request = RouteRequest(capacity_tokens=capacity)
-        route = self._choose(session.model, offered.offers, request, lost_shards, keep)
+        try:
+            route = self._choose(session.model, offered.offers, request, lost_shards, keep)
+        except NoRoute:
+            self.unrepairable(lost_shards)
+            raise
         before = (session.epoch, session.hops, session.expires_unix_s)
         hops, expires_unix_s = _hops(route, offered.offers), self._expiry(now_unix_s)
         # At once, so that of two repairs of the same epoch one is refused.

@@ -29,6 +29,10 @@ class TrackerSettings:
     keep_closed_sessions_s: float = 86_400.0
     #: How often expiry runs. Routes never use an expired node, however late this is.
     sweep_s: float = 1.0
+    #: How often it is looked whether nodes that lend capacity should hold something else; at once if sessions wait.
+    plan_every_s: float = 0.5
+    #: A node that vanished has its ranges again if it is back within this time, and no other node moves meanwhile.
+    placement_grace_s: float = 60.0
     #: How often peers of a swarm are told to announce themselves. One that starts learns of the others at once.
     announce_interval_s: float = 60.0
     #: Peers that want others badly may ask this often.

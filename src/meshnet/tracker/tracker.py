@@ -1,10 +1,10 @@
-"""One tracker: database, registry, sessions and artifacts together, with expiry and probes in the background."""
+"""One tracker: database, registry, sessions and artifacts together; expiry, probes and placement run beside them."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from meshnet.errors import TrackerUnavailable
@@ -19,7 +19,9 @@ from meshnet.tracker.messages import (
 )
 from meshnet.tracker.overview import coverage, node_status
 from meshnet.tracker.peers import Peers
+from meshnet.tracker.placements import Placements
 from meshnet.tracker.probes import Prober
+from meshnet.tracker.recipes import Recipe
 from meshnet.tracker.registry import Registry
 from meshnet.tracker.sessions import Sessions
 from meshnet.tracker.settings import TrackerSettings
@@ -29,9 +31,9 @@ log = logging.getLogger(__name__)
 
 
 class Tracker:
-    """Made by `open`, which also starts and ends expiry and probes."""
+    """Made by `open`, which also starts and ends what runs beside it."""
 
-    def __init__(self, database: Database, settings: TrackerSettings) -> None:
+    def __init__(self, database: Database, settings: TrackerSettings, recipes: Sequence[Recipe] = ()) -> None:
         self.settings = settings
         self.database = database
         # Expiry reads the clock at every turn.
@@ -41,23 +43,32 @@ class Tracker:
         self.sessions = Sessions(database, self.registry, settings)
         self.artifacts = Artifacts(database)
         self.peers = Peers(settings.peer_ttl_s, clock=clock)
+        self.placements = Placements(self.registry, self.artifacts, settings, recipes)
+        self.registry.assignments = self.placements.assignments
+        self.sessions.unrepairable = self.placements.lost
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, database_url: str, settings: TrackerSettings | None = None) -> AsyncIterator[Tracker]:
-        """A running tracker on this database.
+    async def open(
+        cls, database_url: str, settings: TrackerSettings | None = None, recipes: Sequence[Recipe] = ()
+    ) -> AsyncIterator[Tracker]:
+        """A running tracker on this database. ``recipes``: what nodes that lend capacity are to serve; by default
+        everything that is published.
 
         Raises:
             UsageError: the database cannot be used.
         """
         database = await Database.open(database_url)
         try:
-            tracker = cls(database, settings or TrackerSettings())
+            tracker = cls(database, settings or TrackerSettings(), recipes)
             await tracker.registry.restore()
             await tracker.sessions.restore()
             await tracker.artifacts.restore()
             await tracker.standings.restore()
-            working = [asyncio.create_task(tracker._sweep(), name="tracker expiry")]
+            working = [
+                asyncio.create_task(tracker._sweep(), name="tracker expiry"),
+                asyncio.create_task(tracker.placements.run(), name="placement"),
+            ]
             if tracker.settings.probing:
                 prober = Prober(tracker.registry, tracker.standings, tracker.settings)
                 working.append(asyncio.create_task(prober.run(), name="probes"))

@@ -1,0 +1,99 @@
+"""What nodes hold, as the planner sees it: pure functions over what they report."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+
+from meshnet.core import LayerRange
+from meshnet.planner.placement import place
+from meshnet.planner.snapshot import Held, NodeFacts, Placement, Wanted
+from meshnet.tracker.nodes import Node
+
+#: Tokens after which the speed of a shard counts as measured.
+MEASURED_TOKENS = 16
+
+
+def reported(node: Node) -> dict[str, LayerRange]:
+    """Ranges that a node serves or gets ready, one per artifact digest.
+
+    What drains or was refused is on its way out.
+    """
+    found: dict[str, LayerRange] = {}
+    for activity in node.activities:
+        if activity.state != "draining" and not activity.refused:
+            found[activity.artifact_digest] = activity.layers
+    for advertised in node.shards.values():
+        if not advertised.load.draining:
+            found[advertised.shard.artifact_digest] = advertised.shard.layers
+    return found
+
+
+def layer_us(node: Node, names: Mapping[str, str]) -> tuple[tuple[str, float], ...]:
+    """Measured time per layer and decoded token, by model; ``names`` are those of the planner, by digest."""
+    found = {}
+    for advertised in node.shards.values():
+        name, load = names.get(advertised.shard.artifact_digest), advertised.load
+        if name is not None and load.decode_tokens >= MEASURED_TOKENS:
+            found[name] = load.decode_compute_us / load.decode_tokens / len(advertised.shard.layers)
+    return tuple(sorted(found.items()))
+
+
+def fixed_facts(node: Node, names: Mapping[str, str], now_s: float) -> list[NodeFacts]:
+    """A node that chose its layers itself: each of its shards counts, and nothing may be given to it.
+
+    To the planner these are nodes that have just vanished: their places are kept, and they take no part otherwise.
+    """
+    return [
+        NodeFacts(
+            node_id=f"{node.node_id} ({shard_id})",
+            memory_bytes=0,
+            held=(Held(names[advertised.shard.artifact_digest], advertised.shard.layers),),
+            vanished_s=now_s,
+        )
+        for shard_id, advertised in node.shards.items()
+        if not advertised.load.draining and names.get(advertised.shard.artifact_digest) == advertised.shard.model
+    ]
+
+
+def decide(
+    lent: Sequence[NodeFacts],
+    fixed: Sequence[NodeFacts],
+    wanted: Sequence[Wanted],
+    *,
+    now_s: float,
+    grace_s: float,
+    urgent: bool,
+    gone: Collection[str] = (),
+) -> Placement:
+    """Who should hold what. ``gone``: nodes that will not come back.
+
+    A node that vanished may be back in a moment, so nobody moves to take its place before the grace time is over,
+    unless sessions wait for it (``urgent``). Who holds nothing steps in at once, and so does a replica of others.
+    """
+    kept = [node for node in lent if node.node_id not in gone]
+    patient = place([*kept, *fixed], wanted, now_s=now_s, grace_s=grace_s)
+    if all(node.vanished_s is None for node in kept):
+        return patient
+    present = [node for node in kept if node.vanished_s is None]
+    without = place([*present, *fixed], wanted, now_s=now_s, grace_s=grace_s)
+    moved = without.moved - patient.moved
+    return without if urgent or _are_spare(moved, [*present, *fixed]) else patient
+
+
+def _are_spare(node_ids: Collection[str], nodes: Sequence[NodeFacts]) -> bool:
+    """Whether each layer that these nodes hold is held by another one as well."""
+    holders = Counter(
+        (held.model, layer)
+        for node in nodes
+        if node.node_id not in node_ids
+        for held in node.held
+        for layer in range(held.layers.start, held.layers.end)
+    )
+    return all(
+        holders[held.model, layer]
+        for node in nodes
+        if node.node_id in node_ids
+        for held in node.held
+        for layer in range(held.layers.start, held.layers.end)
+    )
