@@ -71,8 +71,8 @@ class Case:
         prompt = tuple(draw.randrange(*sizes.vocabulary) for _ in range(length))
         if self.sampling == "greedy":
             return Question(prompt, sizes.max_tokens)
-        sampling = {"temperature": 0.8, "top_p": 0.95, "repeat_penalty": 1.2, "frequency_penalty": 0.2}
-        return Question(prompt, sizes.max_tokens, {**sampling, "seed": self.seed})
+        drawn = {"temperature": 0.8, "top_p": 0.95, "repeat_penalty": 1.2, "frequency_penalty": 0.2, "seed": self.seed}
+        return Question(prompt, sizes.max_tokens, tuple(drawn.items()))
 
     def known_tokens(self, sizes: Sizes) -> int:
         """The fault comes when so many tokens of prompt and answer are computed."""

@@ -39,7 +39,7 @@ class Question:
 
     prompt: tuple[int, ...]
     max_tokens: int
-    sampling: Mapping[str, float] = field(default_factory=lambda: {"temperature": 0.0})
+    sampling: tuple[tuple[str, float], ...] = (("temperature", 0.0),)
 
     def body(self, *, stream: bool) -> dict[str, Any]:
         return {
@@ -49,7 +49,7 @@ class Question:
             "ignore_eos": True,
             "logprobs": 3,
             "stream": stream,
-            **self.sampling,
+            **dict(self.sampling),
         }
 
 
