@@ -129,6 +129,11 @@ class ModelFacts(Noun):
         return LayerRange(start=0, end=self.n_layer)
 
     @property
+    def fingerprint(self) -> str:
+        """Names the model by what it consists of, whatever it is called: measured speeds are kept under it."""
+        return f"{self.architecture}:{self.n_layer}:{self.weight_bytes(self.whole)}"
+
+    @property
     def ends(self) -> tuple[int, ...]:
         """Where a range may start or end, in order."""
         return (0, *self.legal_cuts, self.n_layer)

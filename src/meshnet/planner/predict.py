@@ -7,7 +7,6 @@ come out. A decode step goes through all stages, one after the other, and back t
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -82,10 +81,6 @@ class Prediction:
     slowest_stage: int
     limiting: str
     decode_parts_ms: tuple[tuple[str, float], ...]
-
-    @property
-    def prefill_tokens_per_s(self) -> float:
-        return math.nan
 
 
 def predict(
