@@ -16,8 +16,7 @@ from meshnet.errors import UsageError
 from meshnet.node import identity
 from meshnet.node.identity import NodeIdentity, public_bytes
 from meshnet.node.state import node_identity
-from meshnet.tracker.app import NODE_ID
-from meshnet.tracker.messages import registration_text
+from meshnet.tracker.messages import NODE_ID, registration_text
 
 ME = "a" * 32
 NONCE = "b" * 64

@@ -11,8 +11,8 @@ from pathlib import Path
 from meshnet.artifact.store import store_root
 from meshnet.errors import UsageError
 from meshnet.node.identity import NodeIdentity, machine_of, make_key, node_id_of, read_key, write_private
-from meshnet.tracker.app import NODE_ID
 from meshnet.tracker.exclusive import only_process
+from meshnet.tracker.messages import NODE_ID
 
 #: Agents of one machine that share the store; more than anyone runs on purpose.
 MAX_AGENTS = 100

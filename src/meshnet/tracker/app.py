@@ -36,6 +36,7 @@ from meshnet.tracker.auth import bearer_is
 from meshnet.tracker.ledger import summarize
 from meshnet.tracker.ledger_query import LedgerQuery
 from meshnet.tracker.messages import (
+    NODE_ID,
     PREFIX,
     Departure,
     Heartbeat,
@@ -61,7 +62,6 @@ PUBLICATION_TIMEOUT_S = 300.0
 #: A body that takes longer is refused, so that nobody holds connections for nothing.
 BODY_TIMEOUT_S = 30.0
 
-NODE_ID = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 NodeId = Annotated[str, Path(pattern=NODE_ID)]
 DigestPath = Annotated[str, Path(pattern=r"^sha256:[0-9a-f]{64}$")]
 WantedPath = Annotated[str, Path(max_length=200)]

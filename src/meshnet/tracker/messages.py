@@ -28,6 +28,8 @@ MAX_RENEWED = 10_000
 #: Swarms that an artifact had under other file names, and that stay open.
 MAX_EARLIER_SWARMS = 8
 
+NODE_ID = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
+
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Epoch = Annotated[int, Field(ge=1, le=2**53)]
 SessionId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
