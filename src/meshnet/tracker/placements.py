@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from meshnet.artifact.library import fits
@@ -56,15 +56,25 @@ class _Lost:
 
 
 class Placements:
-    """The assignments of one tracker. Nobody is told anything before every node that is there has reported."""
+    """The assignments of one tracker. Nobody is told anything before every node that is there has reported.
+
+    ``open_on`` counts the open sessions of a shard.
+    """
 
     def __init__(
-        self, registry: Registry, artifacts: Artifacts, settings: TrackerSettings, recipes: Sequence[Recipe] = ()
+        self,
+        registry: Registry,
+        artifacts: Artifacts,
+        settings: TrackerSettings,
+        recipes: Sequence[Recipe] = (),
+        *,
+        open_on: Callable[[str], int] = lambda shard_id: 0,
     ) -> None:
         self._registry = registry
         self._artifacts = artifacts
         self._settings = settings
         self._recipes = recipes
+        self._open_on = open_on
         self._cuts = KnownCuts()
         self._facts: dict[str, ModelFacts | None] = {}
         self._deployed: dict[str, _Deployed] = {}
@@ -151,6 +161,7 @@ class Placements:
             grace_s=self._settings.placement_grace_s,
             urgent=urgent,
             gone=gone,
+            busy={node.node_id for node in nodes if any(self._open_on(shard_id) for shard_id in node.shards)},
         )
         self._tell(placement, {facts.node_id for facts in lent if facts.vanished_s is None})
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from meshnet.core import LayerRange
 from meshnet.planner.placement import place
@@ -63,22 +64,41 @@ def decide(
     *,
     now_s: float,
     grace_s: float,
-    urgent: bool,
+    urgent: bool = False,
     gone: Collection[str] = (),
+    busy: Collection[str] = (),
 ) -> Placement:
-    """Who should hold what. ``gone``: nodes that will not come back.
+    """Who should hold what. ``gone``: nodes that will not come back; ``busy``: nodes that have sessions.
 
     A node that vanished may be back in a moment, so nobody moves to take its place before the grace time is over,
-    unless sessions wait for it (``urgent``). Who holds nothing steps in at once, and so does a replica of others.
+    unless sessions wait for it (``urgent``). Who holds nothing steps in at once, and so does a replica of others: one
+    without sessions if there is any, because a range is given up only when its sessions have ended.
     """
     kept = [node for node in lent if node.node_id not in gone]
-    patient = place([*kept, *fixed], wanted, now_s=now_s, grace_s=grace_s)
-    if all(node.vanished_s is None for node in kept):
-        return patient
     present = [node for node in kept if node.vanished_s is None]
-    without = place([*present, *fixed], wanted, now_s=now_s, grace_s=grace_s)
+
+    def placed(nodes: Iterable[NodeFacts]) -> Placement:
+        return place([*nodes, *fixed], wanted, now_s=now_s, grace_s=grace_s)
+
+    def sparing(nodes: Sequence[NodeFacts]) -> Placement:
+        free = placed(nodes)
+        if free.moved.isdisjoint(busy):
+            return free
+        # To the planner, who has just vanished keeps its range and is given no other.
+        spared = placed(replace(node, vanished_s=now_s) if node.node_id in busy else node for node in nodes)
+        return spared if n_uncovered(spared) <= n_uncovered(free) else free
+
+    patient = sparing(kept)
+    if len(present) == len(kept):
+        return patient
+    without = sparing(present)
     moved = without.moved - patient.moved
     return without if urgent or _are_spare(moved, [*present, *fixed]) else patient
+
+
+def n_uncovered(placement: Placement) -> int:
+    """Layers of all models that nobody holds."""
+    return sum(len(layers) for layers in placement.uncovered.values())
 
 
 def _are_spare(node_ids: Collection[str], nodes: Sequence[NodeFacts]) -> bool:

@@ -43,7 +43,7 @@ class Tracker:
         self.sessions = Sessions(database, self.registry, settings)
         self.artifacts = Artifacts(database)
         self.peers = Peers(settings.peer_ttl_s, clock=clock)
-        self.placements = Placements(self.registry, self.artifacts, settings, recipes)
+        self.placements = Placements(self.registry, self.artifacts, settings, recipes, open_on=self.sessions.open_on)
         self.registry.assignments = self.placements.assignments
         self.sessions.unrepairable = self.placements.lost
 
