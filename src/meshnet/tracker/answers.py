@@ -1,9 +1,10 @@
 """What routes of one artifact and build answer to the probe, and who is believed when answers differ: pure policy.
 
 Every route computes the same, so all must answer alike. The first answer counts. Another one is taken for the right one
-only if more machines stand behind it alone than behind the known one alone: with two copies of a range that differ,
-the elder is believed, and the third decides. An answer that no living node stands behind any more counts as one machine
-against a newcomer, and gives way if all who ever gave it now say something else.
+only if more routes, with no unproven machine in common, stand behind it than proven machines behind the known one
+alone: with two copies of a range that differ the elder is believed, and the third decides. An answer that no proven
+machine stands behind any more counts as one against a newcomer, and gives way if all who ever gave it now say
+something else.
 
 This finds a shard that computes wrong by accident or neglect. It is no defence against many machines that agree to lie.
 """
@@ -64,7 +65,8 @@ class Standing:
 
     answer: Answer
     node_ids: list[str]
-    challengers: dict[tuple[int, ...], set[str]] = field(default_factory=dict)
+    #: By answer, the nodes of each route that gave it.
+    challengers: dict[tuple[int, ...], list[frozenset[str]]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, answer: Mapping[str, Any], node_ids: Sequence[str]) -> Standing:
@@ -81,14 +83,27 @@ class Standing:
         """What it means that a route over these nodes gave ``answer``. ``proven_on``: nodes with a proven shard now."""
         if self.answer.agrees(answer):
             return Verdict.AGREES
-        behind = self.challengers.setdefault(answer.tokens, set())
-        behind.update(node_ids)
+        routes = self.challengers.pop(answer.tokens, [])
+        if frozenset(node_ids) not in routes:
+            routes = [*routes, frozenset(node_ids)][-MAX_NODES:]
+        self.challengers[answer.tokens] = routes
         if len(self.challengers) > MAX_NODES:
             del self.challengers[next(iter(self.challengers))]
-        for_known = set(proven_on) - behind
-        against = behind - set(proven_on)
-        if len(against) > max(1, len(for_known)):
+        behind = frozenset().union(*routes)
+        for_known = frozenset(proven_on) - behind
+        if _witnesses([route - frozenset(proven_on) for route in routes]) > max(1, len(for_known)):
             return Verdict.OVERTURNS
         if not proven_on and set(self.node_ids) <= behind:
             return Verdict.OVERTURNS
         return Verdict.DIFFERS
+
+
+def _witnesses(routes: Sequence[frozenset[str]]) -> int:
+    """How many of these do not depend on each other: one bad hop makes the answer of a whole route wrong."""
+    counted: set[str] = set()
+    count = 0
+    for route in sorted(routes, key=len):
+        if route and not route & counted:
+            counted |= route
+            count += 1
+    return count
