@@ -315,20 +315,6 @@ async def test_a_node_forgotten_by_its_tracker_registers_again(net: Mesh) -> Non
     await net.offered(shard_id)
 
 
-async def test_a_copied_identity_ends_the_older_agent(net: Mesh) -> None:
-    await net.serve(*LIVELY)
-    first = await net.node("0:8", state="one")
-    shutil.copytree(net.directory / "one", net.directory / "copy")
-    pid = worker_pid(first)
-    second = await net.node("0:8", state="copy")
-    async with asyncio.timeout(DEADLINE_S):
-        assert await first.process.wait() == 2
-    assert "was registered again by another process" in first.told()
-    assert not is_running(pid)
-    assert second.process.returncode is None
-    assert len(await net.shards()) == 1
-
-
 async def test_a_wrong_join_token_ends_the_agent(net: Mesh) -> None:
     await net.serve()
     node = await net.start_node("0:8", token="join-of-another-mesh")
