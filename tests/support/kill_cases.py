@@ -194,13 +194,12 @@ class Killer:
         return outcome
 
     async def break_(self, fault: str, victim: Replica, *, lasting: bool) -> None:
-        """``lasting``: the agent fails with its worker, so that nobody starts it again."""
+        """``lasting``: the whole machine fails, so that nobody starts the worker again."""
         if lasting and fault in ("crash", "hang"):
-            with suppress(ProcessLookupError):
-                workers = victim.worker_pids()
-                os.kill(victim.agent_pid, signal.SIGSTOP)
-                for pid in workers:
-                    os.kill(pid, signal.SIGKILL if fault == "crash" else signal.SIGSTOP)
+            number = signal.SIGKILL if fault == "crash" else signal.SIGSTOP
+            for pid in (victim.agent_pid, *victim.worker_pids()):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
         elif fault == "crash":
             await self.mesh.crash(victim)
         elif fault == "hang":
