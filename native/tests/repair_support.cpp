@@ -25,8 +25,8 @@ TestSession session_over(const std::vector<std::unique_ptr<Hop>> & hops, const s
     return session;
 }
 
-// Where each hop goes on, given what it holds: at the end of a step, and at the beginning of the last known token's step
-// at the latest. A hop that would have to take something back and cannot begins anew.
+// Where each hop goes on, given what it holds: at the end of a step, and at the beginning of the last known token's
+// step at the latest. A hop that would have to take something back and cannot begins anew.
 std::vector<uint32_t> resume_positions(const RepairCase & c, const std::vector<v1::OpenResponse> & opened,
                                        uint32_t n_known) {
     const auto n_prompt = static_cast<uint32_t>(c.prompt.size());
@@ -134,10 +134,12 @@ Answer repaired(const RepairCase & c, const std::vector<Interruption> & interrup
             EXPECT_TRUE(tail.wait_held());
             // The token of the step before has come, if that one sampled.
             const auto steps = tail.taken_steps();
-            const uint32_t done = steps.empty() ? 0 : steps.back().position + static_cast<uint32_t>(steps.back().tokens);
-            EXPECT_TRUE(
-                eventually([&] { return done < known.size() || interruption.tail_steps == 0 || last_position == done; }))
-                << "no token for position " << done;
+            const uint32_t done =
+                steps.empty() ? 0 : steps.back().position + static_cast<uint32_t>(steps.back().tokens);
+            EXPECT_TRUE(eventually([&] {
+                return done < known.size() || interruption.tail_steps == 0 || last_position == done;
+            })) << "no token for position "
+                << done;
             context.TryCancel();
             caller.join();
             auto & victim = hops[interruption.victim];

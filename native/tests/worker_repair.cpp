@@ -137,7 +137,8 @@ class LoneMiddle : public testing::Test {
     std::unique_ptr<FakeNeighbour> head = std::make_unique<FakeNeighbour>();
     FakeNeighbour next;
     SeamPeer peer{middle.address().address};
-    TestSession session{{{head->address(), described("fake-head")}, middle.address(), {next.address(), described("z")}}};
+    TestSession session{
+        {{head->address(), described("fake-head")}, middle.address(), {next.address(), described("z")}}};
 
     void SetUp() override {
         open();
@@ -512,9 +513,8 @@ TEST_F(Orphans, ACancelledCallIsNoProof) {
     const int64_t before = mark();
     context.TryCancel();
     caller.join();
-    ASSERT_TRUE(eventually([&] {
-        return session.generate("", 1).refusal.message().find("already running") == std::string::npos;
-    }));
+    ASSERT_TRUE(eventually(
+        [&] { return session.generate("", 1).refusal.message().find("already running") == std::string::npos; }));
     head.tick(before + timeout_us);
     EXPECT_TRUE(open_everywhere());
     head.tick(mark() + timeout_us);

@@ -273,8 +273,8 @@ Hop::Hop(std::unique_ptr<ShardEngine> engine, WorkerOptions options) {
         options.shard_id = "shard-" + std::to_string(layers.start) + "-" + std::to_string(layers.end);
     }
     options.artifact_digest = artifact;
-    worker_ = std::make_unique<Worker>(std::make_unique<ControlledEngine>(std::move(engine), control_),
-                                       std::move(options));
+    worker_ =
+        std::make_unique<Worker>(std::make_unique<ControlledEngine>(std::move(engine), control_), std::move(options));
     server_ = std::make_unique<WorkerServer>(*worker_);
     std::string problem;
     EXPECT_TRUE(server_->start("127.0.0.1:0", problem)) << problem;

@@ -52,8 +52,8 @@ class ControlledEngine final : public ShardEngine {
         int waiting = 0;
         uint64_t executed = 0;
         std::vector<StepShape> steps;  // all that came
-        Status failure;       // returned instead of computing
-        bool throws = false;  // or thrown
+        Status failure;                // returned instead of computing
+        bool throws = false;           // or thrown
         bool no_rollback = false;
         bool vocabulary_held = false;  // tokenize() waits
         int vocabulary_waiting = 0;

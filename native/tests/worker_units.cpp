@@ -404,8 +404,8 @@ TEST_F(FrameRulesTest, ResumePositionsBeginSteps) {
         request.mutable_resume_at()->Add(resume_at.begin(), resume_at.end());
         return FrameRules::check_resume(request, n_hops).code;
     };
-    for (const std::vector<uint32_t> & right : std::vector<std::vector<uint32_t>>{
-             {5, 5, 5}, {5, 8, 16}, {5, 19, 19}, {5, 20, 23}, {5, 24, 24}, {5, 5, 24}}) {
+    for (const std::vector<uint32_t> & right :
+         std::vector<std::vector<uint32_t>>{{5, 5, 5}, {5, 8, 16}, {5, 19, 19}, {5, 20, 23}, {5, 24, 24}, {5, 5, 24}}) {
         EXPECT_EQ(code(right, 3), v1::REFUSAL_UNSPECIFIED) << testing::PrintToString(right);
     }
     for (const std::vector<uint32_t> & wrong : std::vector<std::vector<uint32_t>>{

@@ -178,7 +178,8 @@ Refusal FrameRules::check_resume(const v1::GenerateRequest & request, uint32_t n
             return {v1::REFUSAL_BAD_REQUEST, "every hop must compute the last token at least", position, last};
         }
         if (!begins_step(request, position)) {
-            return bad_request("position " + std::to_string(position) + " of resume_at is inside a prefill chunk; chunks of " +
+            return bad_request("position " + std::to_string(position) +
+                               " of resume_at is inside a prefill chunk; chunks of " +
                                std::to_string(request.chunk_tokens()) + " tokens are counted from position 0");
         }
     }

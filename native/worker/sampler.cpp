@@ -45,8 +45,7 @@ void put_logprobs(const std::vector<float> & logits, float max_logit, uint32_t n
 }  // namespace
 
 uint32_t draw_seed(uint32_t seed, uint32_t position) {
-    const auto mixed =
-        static_cast<uint32_t>(splitmix64_mix(((uint64_t{seed} << 32) | position) + golden_ratio) >> 32);
+    const auto mixed = static_cast<uint32_t>(splitmix64_mix(((uint64_t{seed} << 32) | position) + golden_ratio) >> 32);
     // llama.cpp takes this one as "choose a seed at random".
     return mixed == LLAMA_DEFAULT_SEED ? mixed - 1 : mixed;
 }

@@ -45,8 +45,8 @@ class Sampler {
 
     uint32_t n_logprobs_ = 0;  // SamplingParams.logprobs
     uint32_t seed_ = 0;
-    bool greedy_ = false;        // takes the most likely token that the chain leaves
-    bool plain_greedy_ = false;  // ... and the chain is empty
+    bool greedy_ = false;                  // takes the most likely token that the chain leaves
+    bool plain_greedy_ = false;            // ... and the chain is empty
     llama_sampler * penalties_ = nullptr;  // owned by chain_
     std::unique_ptr<llama_sampler, Free> chain_;
 };

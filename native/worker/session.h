@@ -54,8 +54,8 @@ struct Session {
     uint64_t last_served = 0;
     std::vector<std::function<void()>> when_idle;  // run when `computing` ends
 
-    // Not the tail: what the first frame of this generation that the next hop needs carries beside its own. The position
-    // is the one from which on that hop computes; empty once the frame has gone.
+    // Not the tail: what the first frame of this generation that the next hop needs carries beside its own. The
+    // position is the one from which on that hop computes; empty once the frame has gone.
     std::optional<v1::StepFrame> opening;
 
     // The window towards the next hop (tail: the head).

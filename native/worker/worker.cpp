@@ -233,8 +233,8 @@ void Worker::open(const v1::OpenRequest & request, OpenReply reply) {
                 ended = std::exchange(session->stats, std::make_shared<v1::HopStats>());
                 if (session->generation != nullptr) {
                     refuse(*session,
-                           {v1::REFUSAL_STALE_EPOCH,
-                            "the session was opened again with epoch " + std::to_string(epoch), 0, 0},
+                           {v1::REFUSAL_STALE_EPOCH, "the session was opened again with epoch " + std::to_string(epoch),
+                            0, 0},
                            effects);
                 }
             }

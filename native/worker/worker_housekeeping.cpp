@@ -42,8 +42,8 @@ void Worker::tend(const SessionPtr & session, int64_t now, Effects & effects) {
     auto & s = *session;
     const bool waits_for_hop = s.unacknowledged_frames > 0;
     const bool waits_for_token = s.generation != nullptr && s.generation->awaits_sample() && s.n_hops > 1;
-    // Where nothing is broken, a hop behind the head cannot tell a gateway that is gone from one that has nothing to say
-    // to it; the head can.
+    // Where nothing is broken, a hop behind the head cannot tell a gateway that is gone from one that has nothing to
+    // say to it; the head can.
     const bool wanted_by_gateway = s.generation != nullptr || !(s.is_head() || s.failure.has_value());
     if (!wanted_by_gateway && now - s.gateway_seen_us > options_.orphan_timeout_ms * 1000) {
         end(session, "nothing was heard of its gateway for " + std::to_string(options_.orphan_timeout_ms) + " ms",

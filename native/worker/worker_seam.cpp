@@ -273,9 +273,9 @@ void Worker::on_credit(const CreditReport & report) {
             failure.set_refusal(v1::Refusal_IsValid(report.refused) ? report.refused : v1::REFUSAL_UNKNOWN_SESSION);
             failure.set_hop_index(s.is_tail() ? 0 : s.hop_index + 1);
             failure.set_shard_id(s.is_tail() ? s.head.shard_id() : s.next.shard_id());
-            failure.set_message("hop " + std::to_string(failure.hop_index()) +
-                                (report.refused == v1::REFUSAL_PEER_LOST ? " cannot reach the head"
-                                                                         : " does not have this session"));
+            failure.set_message(
+                "hop " + std::to_string(failure.hop_index()) +
+                (report.refused == v1::REFUSAL_PEER_LOST ? " cannot reach the head" : " does not have this session"));
             fail(s, std::move(failure), effects);
         } else {
             const bool was_full = !s.window_open();
