@@ -7,7 +7,20 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from meshnet.cli import artifact, artifact_store, artifact_swarm, chat, demo, doctor, ledger, node, plan, serve, status
+from meshnet.cli import (
+    artifact,
+    artifact_store,
+    artifact_swarm,
+    chat,
+    demo,
+    doctor,
+    ledger,
+    measure,
+    node,
+    plan,
+    serve,
+    status,
+)
 from meshnet.cli.logs import LEVELS, set_up_logging
 from meshnet.errors import MeshnetError
 
@@ -48,6 +61,7 @@ app.command("node")(node.node)
 app.command("chat")(chat.chat)
 app.command("status")(status.status)
 app.command("plan")(plan.plan)
+app.command("measure")(measure.measure)
 app.command("ledger")(ledger.ledger)
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)

@@ -229,7 +229,9 @@ class _Board:
         """The longest part of ``within`` that has ``layer`` in it and fits."""
         ends = [end for end in want.facts.ends if within.start <= end <= within.end]
         parts = [LayerRange(start=start, end=end) for start in ends for end in ends if start <= layer < end]
-        return next((part for part in sorted(parts, key=_longest) if self.fits(node, want, part)), None)
+        # Of those equally long, the one that begins there: what is before it has enough holders.
+        parts.sort(key=lambda part: (-len(part), abs(part.start - layer)))
+        return next((part for part in parts if self.fits(node, want, part)), None)
 
     def _open_blocks(self, want: Wanted, released: Collection[str]) -> list[bool]:
         """Per stretch between neighbouring legal cuts, whether layers in it lack a holder other than ``released``."""
