@@ -112,7 +112,7 @@ async def test_status_shows_nodes_shards_and_what_is_served(net: Mesh) -> None:
         assert re.search(rf"{node['node_id']} +live +\d+ s ago +1 +1 ", ran.out)
         (shard,) = node["shards"]
         layers = f"{shard['layers']['start']}:{shard['layers']['end']} of 8"
-        assert re.search(rf"{shard['shard_id']} +test:8 +{layers} +{shard['address']} +test +0/4 ", ran.out)
+        assert re.search(rf"{shard['shard_id']} +test:8 +{layers} +{shard['address']} +yes +test +0/4 ", ran.out)
     assert re.search(r"test:8 +8 +yes", ran.out)
     assert "Sessions: 0 open" in ran.out
 
