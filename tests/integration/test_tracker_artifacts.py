@@ -14,11 +14,12 @@ import pytest
 
 from meshnet.artifact.bundle import Bundle
 from meshnet.errors import ArtifactError, NotAuthorized, TrackerUnavailable, UnknownArtifact
-from meshnet.tracker.app import MAX_BODY_BYTES, create_app
+from meshnet.tracker.app import create_app
 from meshnet.tracker.client import TrackerClient
 from meshnet.tracker.database import sqlite_url
 from meshnet.tracker.messages import PublishedArtifact
 from meshnet.tracker.publication import MAX_PUBLICATION_BYTES, Publication
+from meshnet.tracker.request_body import MAX_BODY_BYTES
 from meshnet.tracker.tracker import Tracker
 from tests.support.http import running
 from tests.support.published import small_bundle

@@ -23,10 +23,12 @@ from meshnet.errors import (
     UnknownModel,
     UsageError,
 )
-from meshnet.tracker.app import MAX_BODY_BYTES, create_app
+from meshnet.tracker.app import create_app
 from meshnet.tracker.client import HttpRouteSource, TrackerClient
 from meshnet.tracker.database import sqlite_url
+from meshnet.tracker.hot_calls import HOT_PATHS
 from meshnet.tracker.messages import Departure, Heartbeat, ShardAdvertisement
+from meshnet.tracker.request_body import MAX_BODY_BYTES
 from meshnet.tracker.settings import TrackerSettings
 from meshnet.tracker.tracker import Tracker
 from tests.support.http import running
@@ -115,7 +117,7 @@ def test_calls_above_are_all_there_are(tracker: Tracker) -> None:
     paths = {getattr(route, "path", "") for route in app.routes}
     names = {"n1": "{node_id}", SESSION: "{session_id}", DIGEST: "{digest}", "small": "{wanted}"}
     given = {"/".join(names.get(part, part) for part in path.split("/")) for _, path in CALLS}
-    assert paths == given | FOR_BITTORRENT
+    assert paths | set(HOT_PATHS) == given | FOR_BITTORRENT
 
 
 async def test_a_gateway_apart_gets_the_same_route(client: HttpRouteSource, tracker: Tracker) -> None:

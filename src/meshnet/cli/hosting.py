@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from meshnet.cli.stopping import stop_requests
 from meshnet.errors import UsageError
@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 TRACKER_PATHS = ("/tracker/", "/announce/", "/scrape/")
 #: Requests that still run this long after the first stop request are cut off.
 SHUTDOWN_S = 10
+#: Of a request's head: its line and headers.
+MAX_HEAD_BYTES = 64 << 10
 #: From the connection to the end of a request's head. A client that keeps a fresh connection in reserve opens another.
 HEAD_TIMEOUT_S = 60.0
 
@@ -129,8 +131,8 @@ async def run(
         raise UsageError("the server did not start; the log says why")
 
 
-class _Protocol(H11Protocol):
-    """Uvicorn's HTTP, and a connection that has not sent a whole request head in time is closed.
+class _Protocol(HttpToolsProtocol):
+    """Uvicorn's HTTP, and a connection whose request head is too large, or not there in time, is closed.
 
     Uvicorn bounds only the pause between two requests: connections that never send their first would pile up until no
     node or client could get in.
@@ -138,6 +140,7 @@ class _Protocol(H11Protocol):
 
     head_timeout_s = HEAD_TIMEOUT_S
     _head_timer: asyncio.TimerHandle | None = None
+    _head_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -152,6 +155,12 @@ class _Protocol(H11Protocol):
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
             self._disarm()
+            self._head_bytes = 0
+            return
+        self._head_bytes += len(data)
+        if self._head_bytes > MAX_HEAD_BYTES:
+            if not self.transport.is_closing():
+                self.send_400_response(f"The request's head is larger than {MAX_HEAD_BYTES} bytes.")
         elif self._head_timer is None:
             self._arm()
 

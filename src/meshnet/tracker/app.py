@@ -1,6 +1,7 @@
 """The tracker's HTTP face, for nodes and for gateways that run apart: ``/tracker/v1/…``, join token as Bearer.
 
-Errors are ``{"error": {"code": …, "message": …}}``; the codes are those of `FAULTS`. Beside it, at the root, what
+Errors are ``{"error": {"code": …, "message": …}}``; the codes are those of `faults.FAULTS`. Heartbeats,
+and opening and ending of sessions, are answered by `HotCalls`, in front of all this. Beside it, at the root, what
 BitTorrent clients call: ``/announce/KEY`` and ``/scrape/KEY``.
 """
 
@@ -8,88 +9,42 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import suppress
-from dataclasses import dataclass
 from typing import Annotated
 
 from fastapi import Depends, FastAPI, Path, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from meshnet.core import Noun
-from meshnet.errors import (
-    ArtifactError,
-    IdentityRefused,
-    LeaseLost,
-    MeshnetError,
-    NoRoute,
-    NotAuthorized,
-    RequestError,
-    SessionLost,
-    TrackerUnavailable,
-    UnknownArtifact,
-    UnknownModel,
-)
+from meshnet.errors import MeshnetError, NotAuthorized
 from meshnet.tracker.announce import AnnounceFace
 from meshnet.tracker.auth import bearer_is
+from meshnet.tracker.faults import error_body, fault_of
+from meshnet.tracker.hot_calls import HotCalls
 from meshnet.tracker.ledger import summarize
 from meshnet.tracker.ledger_query import LedgerQuery
 from meshnet.tracker.messages import (
     NODE_ID,
     PREFIX,
     Departure,
-    Heartbeat,
-    OpenSession,
-    Pulse,
     Registration,
     RenewSessions,
     RepairSession,
     ServedModels,
-    SessionEnd,
     UnknownSessions,
     parse,
 )
 from meshnet.tracker.publication import MAX_PUBLICATION_BYTES, Publication
+from meshnet.tracker.request_body import BODY_TIMEOUT_S, MAX_BODY_BYTES, read_body
 from meshnet.tracker.tracker import Tracker
-
-#: Most bytes of a request body: 64 shards with large boundary schemas stay far below.
-MAX_BODY_BYTES = 2 << 20
 
 #: A published artifact may be much larger than any other message, and take so long.
 PUBLICATION_TIMEOUT_S = 300.0
-
-#: A body that takes longer is refused, so that nobody holds connections for nothing.
-BODY_TIMEOUT_S = 30.0
 
 NodeId = Annotated[str, Path(pattern=NODE_ID)]
 DigestPath = Annotated[str, Path(pattern=r"^sha256:[0-9a-f]{64}$")]
 WantedPath = Annotated[str, Path(max_length=200)]
 SessionIdPath = Annotated[str, Path(pattern=r"^[0-9a-f]{32}$")]
-
-
-@dataclass(frozen=True)
-class Fault:
-    """How an exception travels: HTTP status and code."""
-
-    kind: type[MeshnetError]
-    status: int
-    code: str
-
-
-#: The first that fits wins, so subclasses stand before their bases.
-FAULTS = (
-    Fault(NotAuthorized, 401, "not_authorized"),
-    Fault(UnknownModel, 404, "unknown_model"),
-    Fault(UnknownArtifact, 404, "unknown_artifact"),
-    Fault(RequestError, 422, "bad_request"),
-    Fault(ArtifactError, 422, "bad_artifact"),
-    Fault(NoRoute, 503, "no_route"),
-    Fault(LeaseLost, 409, "lease_lost"),
-    Fault(SessionLost, 409, "session_lost"),
-    Fault(IdentityRefused, 403, "identity_refused"),
-    Fault(TrackerUnavailable, 503, "tracker_unavailable"),
-)
 
 
 def create_app(tracker: Tracker, join_token: str) -> FastAPI:
@@ -110,19 +65,6 @@ def create_app(tracker: Tracker, join_token: str) -> FastAPI:
     async def register(node_id: NodeId, request: Request) -> Response:
         return _json(await tracker.registry.register(node_id, parse(Registration, await _body(request))))
 
-    @app.post(PREFIX + "/nodes/{node_id}/heartbeat", dependencies=guarded)
-    async def heartbeat(node_id: NodeId, request: Request) -> Response:
-        body = await _body(request)
-        try:
-            beat = parse(Heartbeat, body)
-        except RequestError:
-            # Whatever is wrong with it, the node is there: that must not cost it its lease.
-            with suppress(RequestError, LeaseLost):
-                pulse = parse(Pulse, body)
-                await tracker.registry.renew(node_id, pulse.lease_epoch, pulse.instance)
-            raise
-        return _json(await tracker.registry.heartbeat(node_id, beat))
-
     @app.post(PREFIX + "/nodes/{node_id}/departure", dependencies=guarded)
     async def depart(node_id: NodeId, request: Request) -> Response:
         await tracker.registry.deregister(node_id, parse(Departure, await _body(request)))
@@ -131,18 +73,6 @@ def create_app(tracker: Tracker, join_token: str) -> FastAPI:
     @app.get(PREFIX + "/models", dependencies=guarded)
     async def models() -> Response:
         return _json(ServedModels(models=tuple(await tracker.sessions.models())))
-
-    @app.post(PREFIX + "/sessions", dependencies=guarded)
-    async def open_session(request: Request) -> Response:
-        wanted = parse(OpenSession, await _body(request))
-        return _json(
-            await tracker.sessions.open_session(
-                wanted.model,
-                avoid_shards=wanted.avoid_shards,
-                prompt_tokens=wanted.prompt_tokens,
-                answer_tokens=wanted.answer_tokens,
-            )
-        )
 
     # Before the calls of one session; "renew" is no id.
     @app.post(PREFIX + "/sessions/renew", dependencies=guarded)
@@ -156,14 +86,6 @@ def create_app(tracker: Tracker, join_token: str) -> FastAPI:
         return _json(
             await tracker.sessions.repair_session(session_id, epoch=broken.epoch, lost_shards=broken.lost_shards)
         )
-
-    @app.post(PREFIX + "/sessions/{session_id}/end", dependencies=guarded)
-    async def close_session(session_id: SessionIdPath, request: Request) -> Response:
-        end = parse(SessionEnd, await _body(request))
-        await tracker.sessions.close_session(
-            session_id, finish_cause=end.finish_cause, generated_tokens=end.generated_tokens, work=end.work
-        )
-        return Response(status_code=204)
 
     # One at a time: reading a large one takes many times its size in memory.
     reading = asyncio.Lock()
@@ -204,6 +126,7 @@ def create_app(tracker: Tracker, join_token: str) -> FastAPI:
     async def scrape(key: str, request: Request) -> Response:
         return _bencoded(announces.scrape(key, request.scope["query_string"]))
 
+    app.add_middleware(HotCalls, tracker=tracker, join_token=join_token)
     app.add_exception_handler(MeshnetError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_bad_path)
     app.add_exception_handler(StarletteHTTPException, _on_http_error)
@@ -211,16 +134,7 @@ def create_app(tracker: Tracker, join_token: str) -> FastAPI:
 
 
 async def _body(request: Request, max_bytes: int = MAX_BODY_BYTES, timeout_s: float = BODY_TIMEOUT_S) -> bytes:
-    body = bytearray()
-    try:
-        async with asyncio.timeout(timeout_s):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > max_bytes:
-                    raise RequestError(f"the body is larger than {max_bytes} bytes")
-    except TimeoutError as error:
-        raise RequestError(f"the body was not complete after {timeout_s:g} s") from error
-    return bytes(body)
+    return await read_body(request.receive, max_bytes, timeout_s)
 
 
 def _json(answer: Noun) -> Response:
@@ -231,20 +145,15 @@ def _bencoded(answer: bytes) -> Response:
     return Response(answer, media_type="text/plain")
 
 
-def _error(status: int, code: str, message: str, **details: object) -> JSONResponse:
-    return JSONResponse({"error": {"code": code, "message": message, **details}}, status_code=status)
+def _error(status: int, code: str, error: Exception | str) -> Response:
+    return Response(error_body(code, error), status, media_type="application/json")
 
 
 async def _on_error(_: Request, error: Exception) -> Response:
-    fault = next((fault for fault in FAULTS if isinstance(error, fault.kind)), None)
+    fault = fault_of(error) if isinstance(error, MeshnetError) else None
     if fault is None:
         raise error
-    details: dict[str, object] = {}
-    if isinstance(error, LeaseLost):
-        details["superseded"] = error.superseded
-    if isinstance(error, RequestError):
-        details["param"] = error.param
-    return _error(fault.status, fault.code, str(error), **details)
+    return _error(fault.status, fault.code, error)
 
 
 async def _on_bad_path(_: Request, error: Exception) -> Response:
