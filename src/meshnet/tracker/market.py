@@ -4,10 +4,11 @@ their nodes."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from meshnet.core import Replacement
 from meshnet.planner.offers import NO_LINKS, Link, Links, Offer
+from meshnet.tracker.messages import ShardAdvertisement
 from meshnet.tracker.open_sessions import OpenSessions
 from meshnet.tracker.registry import Registry
 
@@ -15,57 +16,80 @@ from meshnet.tracker.registry import Registry
 LINKS_S = 2.0
 
 
-@dataclass(frozen=True)
-class Offered:
-    """Shards that take sessions now; by shard id, the keys of their workers as hex digits, and how they came to be."""
+@dataclass(slots=True)
+class _Known:
+    """A shard as its last report has it."""
 
-    offers: list[Offer]
-    keys: dict[str, str]
-    origins: dict[str, Replacement]
+    advertised: ShardAdvertisement
+    node_id: str
+    #: As if nothing had been given to it since.
+    offer: Offer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.offer = self.busier(0, 0.0)
+
+    def busier(self, given: int, lately: float) -> Offer:
+        """The offer after ``given`` sessions that the report does not count."""
+        shard, load = self.advertised.shard, self.advertised.load
+        # What the worker counted itself, and what was sent there since: a session whose gateway has vanished stays
+        # open here until its lease ends, on the worker only until it notices.
+        taken, layers = load.open_sessions + given, len(shard.layers)
+        return Offer(
+            shard,
+            busy=(taken + load.queued_frames) / shard.session_slots,
+            node_id=self.node_id,
+            free_slots=shard.session_slots - taken,
+            prefill_us=_rate(load.prefill_compute_us, load.prefill_tokens * layers),
+            decode_us=_rate(load.decode_compute_us, load.decode_tokens * layers),
+            recent=lately,
+        )
 
 
 class Market:
-    """A view of both; it keeps nothing but links."""
+    """A view of both. A route is asked for far more often than a node reports, so what follows from a report alone is
+    worked out once."""
 
     def __init__(self, registry: Registry, open_sessions: OpenSessions) -> None:
         self._registry = registry
         self._open = open_sessions
+        self._known: dict[str, _Known] = {}
         self._links: Links = NO_LINKS
         self._links_read_s = -math.inf
 
-    def offered(self, model: str | None = None, *, artifact_digest: str | None = None) -> Offered:
+    def offers(self, model: str | None = None, *, artifact_digest: str | None = None) -> list[Offer]:
         """Every ready shard that takes sessions now, with its load; of one model, of one artifact."""
         now_s = self._registry.now_s()
-        found = Offered([], {}, {})
+        is_ready, known, given_to = self._registry.is_ready, self._known, self._open.given_to
+        found: list[Offer] = []
         for node in self._registry.live():
             for shard_id, advertised in node.shards.items():
-                shard, load = advertised.shard, advertised.load
-                if (model is not None and shard.model != model) or load.draining:
+                one = known.get(shard_id)
+                if one is None or one.advertised is not advertised:
+                    one = known[shard_id] = _Known(advertised, node.node_id)
+                shard = advertised.shard
+                if (model is not None and shard.model != model) or advertised.load.draining:
                     continue
-                if artifact_digest is not None and shard.artifact_digest != artifact_digest:
+                if (artifact_digest is not None and shard.artifact_digest != artifact_digest) or not is_ready(shard_id):
                     continue
-                if not self._registry.is_ready(shard_id):
-                    continue
-                # What the worker counted itself, and what was sent there since: a session whose gateway has vanished
-                # stays open here until its lease ends, on the worker only until it notices.
-                taken = load.open_sessions + self._open.given_since(shard_id, node.reported_s)
-                layers = len(shard.layers)
-                found.offers.append(
-                    Offer(
-                        shard,
-                        busy=(taken + load.queued_frames) / shard.session_slots,
-                        node_id=node.node_id,
-                        free_slots=shard.session_slots - taken,
-                        prefill_us=_rate(load.prefill_compute_us, load.prefill_tokens * layers),
-                        decode_us=_rate(load.decode_compute_us, load.decode_tokens * layers),
-                        recent=self._open.given_lately(shard_id, now_s),
-                    )
-                )
-                found.keys[shard_id] = advertised.worker_key
-                found.origins[shard_id] = Replacement(
-                    shard=shard_id, pull_ms=advertised.pull_ms, load_ms=advertised.load_ms
-                )
+                if shard_id in given_to:
+                    given = self._open.given_since(shard_id, node.reported_s)
+                    found.append(one.busier(given, self._open.given_lately(shard_id, now_s)))
+                else:
+                    found.append(one.offer)
         return found
+
+    def node_of(self, shard_id: str) -> str:
+        """The node of a shard that was just offered."""
+        return self._known[shard_id].node_id
+
+    def worker_key(self, shard_id: str) -> bytes:
+        """What tickets for a shard that was just offered are signed with."""
+        return bytes.fromhex(self._known[shard_id].advertised.worker_key)
+
+    def origin(self, shard_id: str) -> Replacement:
+        """How a shard that was just offered came to be."""
+        advertised = self._known[shard_id].advertised
+        return Replacement(shard=shard_id, pull_ms=advertised.pull_ms, load_ms=advertised.load_ms)
 
     def links(self) -> Links:
         """What nodes measured of the ways to each other; a moment old at most."""
@@ -73,6 +97,12 @@ class Market:
         if now_s >= self._links_read_s + LINKS_S:
             self._links, self._links_read_s = self._measured(), now_s
         return self._links
+
+    def tidy(self) -> None:
+        """Forget shards that are gone. To be called now and then."""
+        there = {shard_id for node in self._registry.live() for shard_id in node.shards}
+        for shard_id in self._known.keys() - there:
+            del self._known[shard_id]
 
     def _measured(self) -> Links:
         nodes = list(self._registry.live())

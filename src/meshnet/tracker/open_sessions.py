@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 
 from meshnet.core import LayerRange
@@ -93,6 +93,11 @@ class OpenSessions:
         """How many use this shard."""
         return self._on[shard_id]
 
+    @property
+    def given_to(self) -> Container[str]:
+        """Shards that were given a session lately; for all others ``given_since`` and ``given_lately`` are 0."""
+        return self._given
+
     def given_since(self, shard_id: str, reported_s: float) -> int:
         """How many open sessions this shard was given at or after its worker's last report."""
         recent = self._recent.get(shard_id)
@@ -129,9 +134,13 @@ class OpenSessions:
     def tidy(self, now_s: float) -> None:
         """Forget what can make no difference any more. To be called now and then."""
         self._suspect_until_s = {key: until_s for key, until_s in self._suspect_until_s.items() if now_s < until_s}
-        self._given = {key: given for key, given in self._given.items() if self.given_lately(key, now_s) > FADED}
         for shard_id in list(self._recent):
             self.given_since(shard_id, now_s - LONGEST_UNREPORTED_S)
+        self._given = {
+            key: given
+            for key, given in self._given.items()
+            if key in self._recent or self.given_lately(key, now_s) > FADED
+        }
 
     def _use(self, session: OpenSession, newly: Iterable[str]) -> None:
         self._on.update({hop.shard_id for hop in session.hops})

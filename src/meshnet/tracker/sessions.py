@@ -66,7 +66,7 @@ class Sessions:
     async def models(self) -> Sequence[ServedModel]:
         """Models that a complete route serves now, by name."""
         by_model: dict[str, list[Offer]] = {}
-        for offer in self.offers():
+        for offer in self._market.offers():
             by_model.setdefault(offer.shard.model, []).append(offer)
         known = {(model.model, model.artifact_digest): model for model in self._registry.models()}
         served = []
@@ -106,18 +106,19 @@ class Sessions:
         if model not in known:
             told = f"known models: {', '.join(known)}" if known else "no node has offered any model yet"
             raise UnknownModel(f"model {model!r} is not known; {told}", param="model")
-        offered = self._market.offered(model)
-        route = self._choose(model, offered.offers, _request(prompt_tokens, answer_tokens), avoid_shards)
+        offers = self._market.offers(model)
+        route = self._choose(model, offers, _request(prompt_tokens, answer_tokens), avoid_shards)
         opened_unix_s = int(self._clock())
         opened = OpenSession(
             session_id=secrets.token_hex(16),
             epoch=1,
             model=model,
             artifact_digest=route.shards[0].artifact_digest,
-            hops=_hops(route, offered.offers),
+            hops=self._hops(route),
             expires_unix_s=self._expiry(opened_unix_s),
             renewed_s=self._registry.now_s(),
         )
+        keys = self._keys(route)
         # Counted before the database answers, so that sessions opened at the same moment spread over the shards. If the
         # caller goes away meanwhile, nobody will renew it.
         self._open.add(opened)
@@ -126,7 +127,7 @@ class Sessions:
         except Exception:
             self._open.remove(opened.session_id)
             raise
-        return _ticketed(opened, route, offered.keys)
+        return _ticketed(opened, route, keys)
 
     async def repair_session(self, session_id: str, *, epoch: int, lost_shards: Collection[str]) -> RouteSession:
         """A route with the next epoch, without ``lost_shards``, that keeps what it can of the last one.
@@ -145,18 +146,20 @@ class Sessions:
             raise SessionLost(f"epoch {epoch} of this session is over; its last one is {session.epoch}")
         after(SessionState.OPEN, SessionEvent.REPAIRED)
         session.renewed_s = now_s
-        offered = self._market.offered(session.model, artifact_digest=session.artifact_digest)
+        offers = self._market.offers(session.model, artifact_digest=session.artifact_digest)
         keep = {hop.shard_id: hop.layers for hop in session.hops if hop.shard_id not in lost_shards}
         # What the session was opened for still has to fit.
         capacity = min((hop.capacity_tokens for hop in session.hops), default=0)
         request = RouteRequest(capacity_tokens=capacity)
         try:
-            route = self._choose(session.model, offered.offers, request, lost_shards, keep)
+            route = self._choose(session.model, offers, request, lost_shards, keep)
         except NoRoute:
             self.unrepairable(lost_shards)
             raise
         before = (session.epoch, session.hops, session.expires_unix_s)
-        hops, expires_unix_s = _hops(route, offered.offers), self._expiry(now_unix_s)
+        keys, hops, expires_unix_s = self._keys(route), self._hops(route), self._expiry(now_unix_s)
+        known = {hop.shard_id for hop in before[1]}
+        new = [self._market.origin(shard.shard_id) for shard in route.shards if shard.shard_id not in known]
         # At once, so that of two repairs of the same epoch one is refused.
         self._open.reroute(session, epoch=epoch + 1, hops=hops, expires_unix_s=expires_unix_s)
         try:
@@ -168,9 +171,7 @@ class Sessions:
         if self._open.get(session_id) is not session:
             raise SessionLost("the session was closed while it was repaired")
         log.info("session repaired: epoch %d, lost %s", epoch + 1, ", ".join(sorted(lost_shards)) or "nothing")
-        known = {hop.shard_id for hop in before[1]}
-        new = [offered.origins[shard.shard_id] for shard in route.shards if shard.shard_id not in known]
-        return _ticketed(session, route, offered.keys).model_copy(update={"replacements": tuple(new)})
+        return _ticketed(session, route, keys).model_copy(update={"replacements": tuple(new)})
 
     async def renew_sessions(self, session_ids: Collection[str]) -> Sequence[str]:
         """These are still wanted; returns those that are not open (any more)."""
@@ -218,6 +219,7 @@ class Sessions:
         if ended:
             log.warning("gave up %d sessions that their gateways neither closed nor renewed", len(ended))
         self._open.tidy(now_s)
+        self._market.tidy()
         recording = dict(self._given_up)
         await self._store.give_up(recording, now_unix_s=now_unix_s)
         for session_id in recording:
@@ -231,7 +233,7 @@ class Sessions:
 
     def offers(self) -> tuple[Offer, ...]:
         """Every shard that takes sessions now, with its load."""
-        return tuple(self._market.offered().offers)
+        return tuple(self._market.offers())
 
     def open_on(self, shard_id: str) -> int:
         """Sessions of this shard that nobody has closed yet."""
@@ -274,6 +276,15 @@ class Sessions:
                 pass
         return choose_route(model, offers, request=request, avoid=avoided, keep=keep, links=links)
 
+    def _hops(self, route: Route) -> tuple[Hop, ...]:
+        return tuple(
+            Hop(shard.shard_id, self._market.node_of(shard.shard_id), shard.layers, shard.session_capacity_tokens)
+            for shard in route.shards
+        )
+
+    def _keys(self, route: Route) -> dict[str, bytes]:
+        return {shard.shard_id: self._market.worker_key(shard.shard_id) for shard in route.shards}
+
 
 def _request(prompt_tokens: int | None, answer_tokens: int | None) -> RouteRequest:
     prompt = DEFAULT_PROMPT_TOKENS if prompt_tokens is None else prompt_tokens
@@ -283,22 +294,14 @@ def _request(prompt_tokens: int | None, answer_tokens: int | None) -> RouteReque
     return RouteRequest(prompt_tokens=prompt, answer_tokens=answer, capacity_tokens=wanted)
 
 
-def _hops(route: Route, offers: Sequence[Offer]) -> tuple[Hop, ...]:
-    nodes = {offer.shard.shard_id: offer.node_id for offer in offers}
-    return tuple(
-        Hop(shard.shard_id, nodes[shard.shard_id], shard.layers, shard.session_capacity_tokens)
-        for shard in route.shards
-    )
-
-
-def _ticketed(session: OpenSession, route: Route, keys: Mapping[str, str]) -> RouteSession:
+def _ticketed(session: OpenSession, route: Route, keys: Mapping[str, bytes]) -> RouteSession:
     return RouteSession(
         session_id=session.session_id,
         epoch=session.epoch,
         route=route,
         tickets=tuple(
             make_ticket(
-                bytes.fromhex(keys[shard.shard_id]),
+                keys[shard.shard_id],
                 session.session_id,
                 session.epoch,
                 shard.shard_id,
