@@ -10,7 +10,7 @@ from meshnet.errors import UsageError
 LEVELS = ("debug", "info", "warning", "error")
 
 #: Chatty below warnings, about things that Meshnet logs itself.
-_QUIET = ("httpx", "httpcore", "asyncio", "aiosqlite", "sqlalchemy", "uvicorn")
+_QUIET = ("alembic", "httpx", "httpcore", "asyncio", "aiosqlite", "sqlalchemy", "uvicorn")
 
 
 class OneLine(logging.Formatter):
