@@ -170,41 +170,76 @@ class Ring:
         return [status.decode_compute_us for status in statuses]
 
 
+class Measurement:
+    """Measures in rounds; made by `start`. The first round warms up and does not count."""
+
+    def __init__(self, facts: ModelFacts, threads: int, rings: Sequence[Ring], halves: Sequence[LayerRange]) -> None:
+        self._facts = facts
+        self._threads = threads
+        self._rings = rings
+        self._halves = halves
+        limit = (facts.n_ctx_train or _LONG_TOKENS + 2 * NEW_TOKENS) - NEW_TOKENS
+        self._lengths = (min(_SHORT_TOKENS, limit), min(_LONG_TOKENS, limit))
+        self._runs: dict[tuple[int, int], list[Run]] = {}
+        self._warm = False
+
+    @classmethod
+    @asynccontextmanager
+    async def start(cls, binary: Path, model: Path, facts: ModelFacts, *, threads: int) -> AsyncIterator[Measurement]:
+        """Workers for ``model``, which end with the block.
+
+        Raises:
+            WorkerError: a worker does not start.
+        """
+        middle = min(facts.legal_cuts, key=lambda cut: abs(2 * cut - facts.n_layer), default=None)
+        halves = (
+            [] if middle is None else [LayerRange(start=0, end=middle), LayerRange(start=middle, end=facts.n_layer)]
+        )
+        capacity_tokens = min(_LONG_TOKENS + 2 * NEW_TOKENS, facts.n_ctx_train or _LONG_TOKENS + 2 * NEW_TOKENS)
+        async with AsyncExitStack() as stack:
+            rings = [
+                await stack.enter_async_context(
+                    Ring.start(binary, model, ranges, threads=threads, capacity_tokens=capacity_tokens)
+                )
+                for ranges in ([facts.whole], halves)
+                if ranges
+            ]
+            yield cls(facts, threads, rings, halves)
+
+    async def round(self) -> None:
+        """Run everything once."""
+        for which, ring in enumerate(self._rings):
+            for length in self._lengths:
+                run = await ring.run(prompt_of(length, self._facts.n_vocab), NEW_TOKENS)
+                if self._warm:
+                    self._runs.setdefault((which, length), []).append(run)
+        self._warm = True
+
+    def result(self) -> Measured:
+        """What the rounds since the first one tell."""
+        short, long = (_median(self._runs[0, length]) for length in self._lengths)
+        at_once = max(1, len(os.sched_getaffinity(0)) // self._threads)
+        if not self._halves:
+            return Measured(costs(self._facts, self._lengths, short, long, None), at_once, 1.0)
+        halved = _median(self._runs[1, self._lengths[0]])
+        speed = costs(self._facts, self._lengths, short, long, (halved, self._halves))
+        pair = [Stage("here", len(layers), speed.speed(), at_once=at_once) for layers in self._halves]
+        alone = predict(pair, [Seam(Link(0.0))] * 2, prompt_tokens=self._lengths[1])
+        took_us = _median(self._runs[1, self._lengths[1]]).first_token_us
+        return Measured(speed, at_once, round(max(1.0, took_us / (1000 * alone.first_token_ms)), 3))
+
+
 async def measure(binary: Path, model: Path, facts: ModelFacts, *, threads: int, rounds: int, say: Say) -> Measured:
     """Costs of ``model`` on this machine with ``threads`` threads per worker.
 
     Raises:
         WorkerError: a worker does not start, or a generation fails.
     """
-    middle = min(facts.legal_cuts, key=lambda cut: abs(2 * cut - facts.n_layer), default=None)
-    capacity_tokens = min(_LONG_TOKENS + 2 * CHUNK_TOKENS, facts.n_ctx_train or _LONG_TOKENS + 2 * CHUNK_TOKENS)
-    long_tokens = min(_LONG_TOKENS, capacity_tokens - NEW_TOKENS)
-    lengths = (min(_SHORT_TOKENS, long_tokens), long_tokens)
-    halves = [LayerRange(start=0, end=middle), LayerRange(start=middle, end=facts.n_layer)] if middle else []
-    async with AsyncExitStack() as stack:
-        rings = [
-            await stack.enter_async_context(
-                Ring.start(binary, model, ranges, threads=threads, capacity_tokens=capacity_tokens)
-            )
-            for ranges in ([facts.whole], halves)
-            if ranges
-        ]
-        runs: dict[tuple[int, int], list[Run]] = {}
+    async with Measurement.start(binary, model, facts, threads=threads) as measurement:
         for number in range(rounds + 1):
             say(f"round {number} of {rounds}" if number else "warming up")
-            for which, ring in enumerate(rings):
-                for length in lengths:
-                    run = await ring.run(prompt_of(length, facts.n_vocab), NEW_TOKENS)
-                    if number:
-                        runs.setdefault((which, length), []).append(run)
-    short, long = (_median(runs[0, length]) for length in lengths)
-    if not halves:
-        return Measured(costs(facts, lengths, short, long, None), _at_once(threads), 1.0)
-    speed = costs(facts, lengths, short, long, (_median(runs[1, lengths[0]]), halves))
-    pair = [Stage("here", len(layers), speed.speed(), at_once=_at_once(threads)) for layers in halves]
-    alone = predict(pair, [Seam(Link(0.0))] * 2, prompt_tokens=lengths[1])
-    crowded = max(1.0, _median(runs[1, lengths[1]]).first_token_us / (1000 * alone.first_token_ms))
-    return Measured(speed, _at_once(threads), round(crowded, 3))
+            await measurement.round()
+        return measurement.result()
 
 
 def costs(
@@ -261,7 +296,3 @@ def _median(runs: Sequence[Run]) -> Run:
         ),
         sample_us=statistics.median(run.sample_us for run in runs),
     )
-
-
-def _at_once(threads: int) -> int:
-    return max(1, len(os.sched_getaffinity(0)) // threads)
