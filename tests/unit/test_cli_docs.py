@@ -40,6 +40,8 @@ def test_there_are_commands() -> None:
         "chat",
         "status",
         "ledger",
+        "plan",
+        "measure",
         "demo",
         "doctor",
         *(f"artifact {name}" for name in ("create", "inspect", "list", "verify", "remove", "publish", "seed", "pull")),
