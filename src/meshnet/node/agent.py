@@ -139,8 +139,9 @@ class Agent:
                 await self._heartbeat(self._lease, pool)
                 accepted, trouble = True, ""
                 pause_s = self._lease.heartbeat_ms / 1000
-                if self._assigned is not None and self._assigned.is_idle:
-                    pause_s = min(pause_s, self._settings.idle_poll_s)
+                if self._assigned is not None:
+                    idle = self._assigned.is_idle
+                    pause_s = min(pause_s, self._settings.idle_poll_s if idle else self._settings.lending_poll_s)
             except MeshnetError as error:
                 if not _worth_retrying(error, accepted):
                     raise

@@ -26,7 +26,9 @@ class NodeSettings:
     unanswered_limit: int = 2
     #: Between attempts to reach a tracker that does not answer, and between heartbeats before a lease says otherwise.
     retry_s: float = 1.0
-    #: A node that lends capacity and holds nothing asks so often for something to do: a broken route may wait for it.
+    #: A node that lends capacity asks at least so often what is wanted: a broken route may wait for it …
+    lending_poll_s: float = 1.0
+    #: … and so often while it holds nothing.
     idle_poll_s: float = 0.5
     #: Before an assigned range that failed is tried again; doubles with every further failure …
     range_retry_s: float = 1.0

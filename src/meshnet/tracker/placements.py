@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 JOIN_S = 2.0
 #: … but not longer than this in all.
 MAX_JOIN_S = 10.0
+#: A node that lends reports every second, and a lost worker at once. If it is silent for so long when sessions miss its
+#: shard, or still offers that so long after, it is taken for lost.
+PATIENCE_S = 2.0
 #: Sessions that wait for a shard ask again within this time.
 URGENT_S = 5.0
 #: A node that has been failing at a range of an artifact for so long is not given any of it …
@@ -265,19 +268,15 @@ class Placements:
         """Since when a node is taken for lost although its lease is good: gateways do not reach its shards."""
         for shard_id, lost in self._lost.items():
             if shard_id.startswith(f"{node.node_id}/"):
-                silent = node.reported_s < lost.first_s and now_s - node.reported_s > self._patience_s
-                unreachable = shard_id in node.shards and now_s - lost.first_s > self._patience_s
+                silent = node.reported_s < lost.first_s and now_s - node.reported_s > PATIENCE_S
+                unreachable = shard_id in node.shards and now_s - lost.first_s > PATIENCE_S
                 if silent or unreachable:
                     return lost.first_s
         return None
 
     def _is_urgent(self, lost: _Lost, now_s: float) -> bool:
         """Whether sessions still wait for a shard: one report alone may have been about a slow moment."""
-        return now_s - lost.last_s < URGENT_S and lost.last_s - lost.first_s >= self._patience_s
-
-    @property
-    def _patience_s(self) -> float:
-        return 1.5 * self._settings.heartbeat_s
+        return now_s - lost.last_s < URGENT_S and lost.last_s - lost.first_s >= PATIENCE_S
 
     def _allowed(self, node: Node, names: dict[str, str]) -> frozenset[str] | None:
         only = node.capacity.artifact if node.capacity is not None else None
