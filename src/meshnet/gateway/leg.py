@@ -69,7 +69,8 @@ class Leg:
         event = await self.call.read(timeout_s=timeout_s)
         if event is None:
             raise self.protocol_error("ended its stream without saying why")
-        self.heard_s = time.monotonic()
+        if not event.HasField("failed"):
+            self.heard_s = time.monotonic()
         return event
 
     def cancel(self) -> None:

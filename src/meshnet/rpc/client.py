@@ -130,7 +130,8 @@ class WorkerClient:
         return await self._call("Describe", pb.DescribeRequest(), pb.DescribeResponse, timeout_s)
 
     async def status(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> pb.StatusResponse:
-        return await self._call("Status", pb.StatusRequest(), pb.StatusResponse, timeout_s)
+        # Its agent asks, who knows that it is there: a channel that failed to connect a moment ago is no answer.
+        return await self._call("Status", pb.StatusRequest(), pb.StatusResponse, timeout_s, wait_for_ready=True)
 
     async def tokenize(
         self,
@@ -176,14 +177,22 @@ class WorkerClient:
         )
         return GenerateCall(multicallable(request), self)
 
-    async def _call(self, method: str, request: Message, response: type[_Response], timeout_s: float) -> _Response:
+    async def _call(
+        self,
+        method: str,
+        request: Message,
+        response: type[_Response],
+        timeout_s: float,
+        *,
+        wait_for_ready: bool = False,
+    ) -> _Response:
         multicallable = self._channel.unary_unary(
             f"/{SERVICE}/{method}",
             request_serializer=type(request).SerializeToString,
             response_deserializer=response.FromString,
         )
         try:
-            answer = await multicallable(request, timeout=timeout_s)
+            answer = await multicallable(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
         except grpc.aio.AioRpcError as error:
             raise error_from_status(error, self, method) from error
         if not isinstance(answer, response):
