@@ -75,7 +75,7 @@ async def test_nobody_listens() -> None:
         address = f"127.0.0.1:{bound.getsockname()[1]}"
         async with WorkerPool() as pool:
             with pytest.raises(HopLost, match=r"hop 1 \(b\) cannot be reached") as caught:
-                await pool.worker(address, shard_id="b", hop_index=1).status()
+                await pool.worker(address, shard_id="b", hop_index=1).describe()
     assert (caught.value.hop_index, caught.value.shard_id) == (1, "b")
     # The address is for the log, not for clients.
     assert address not in str(caught.value)
