@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 from sqlalchemy import text
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from meshnet.errors import TrackerUnavailable, UsageError
@@ -169,6 +171,25 @@ async def test_a_write_that_fails_fails_alone(database: Database) -> None:
     outcomes = await asyncio.gather(*(writer.run(insert(n)) for n in (1, 2, 2, 3)), return_exceptions=True)
     assert [type(outcome) for outcome in outcomes] == [type(None), type(None), TrackerUnavailable, type(None)]
     assert await numbers(database) == [1, 2, 3]
+
+
+async def test_a_database_that_fails_is_not_asked_once_for_each(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = 0
+
+    @asynccontextmanager
+    async def writing() -> AsyncIterator[AsyncSession]:
+        nonlocal tries
+        tries += 1
+        raise TrackerUnavailable("gone") from OperationalError("COMMIT", {}, OSError("connection lost"))
+        yield
+
+    monkeypatch.setattr(database, "writing", writing)
+    writer = GroupWriter(database)
+    outcomes = await asyncio.gather(*(writer.run(insert(n)) for n in range(20)), return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [TrackerUnavailable] * 20
+    assert tries <= 2
 
 
 async def test_a_write_outlives_its_caller(database: Database) -> None:

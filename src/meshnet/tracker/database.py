@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from importlib import import_module
 from typing import Any, ClassVar
 
@@ -228,9 +228,11 @@ class Database:
         await self._engine.dispose()
 
     async def check(self) -> None:
-        """Notice a database that went away, before somebody needs it. To be called now and then; raises nothing."""
+        """Notice a database that went away or came back, before somebody needs it. To be called now and then; raises
+        nothing."""
         if self._lock is not None:
-            await self._lock.check()
+            with suppress(TrackerUnavailable), self._failures():
+                await self._lock.check()
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncSession]:

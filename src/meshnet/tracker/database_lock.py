@@ -90,13 +90,17 @@ class DatabaseLock:
             self._connection = connection
 
     async def check(self) -> None:
-        """Notice a connection that broke without a word. To be called now and then."""
-        if self._connection is None or self._lost:
-            return
-        try:
-            await self._connection.execute(text("SELECT 1"))
-        except (SQLAlchemyError, OSError):
-            self._on_end()
+        """Notice a connection that broke without a word, and take the lock again. To be called now and then.
+
+        Raises:
+            TrackerUnavailable, SQLAlchemyError, OSError: as ``ensure``.
+        """
+        if self._connection is not None and not self._lost:
+            try:
+                await self._connection.execute(text("SELECT 1"))
+            except (SQLAlchemyError, OSError):
+                self._on_end()
+        await self.ensure()
 
     async def release(self) -> None:
         """Give the lock back, if it is held."""

@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from sqlalchemy.exc import DataError, IntegrityError, ProgrammingError
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from meshnet.errors import TrackerUnavailable
 from meshnet.tracker.database import Database
 
 #: One write: statements in a transaction that others may share. May be run again if another of the group fails.
@@ -65,10 +67,10 @@ class GroupWriter:
                 for waiting in group:
                     await waiting.write(session)
         except Exception as error:
-            if len(group) == 1:
-                _tell(group[0].done, error)
+            if len(group) == 1 or not _is_of_one(error):
+                for waiting in group:
+                    _tell(waiting.done, error)
                 return
-            # One may be at fault for all: each by itself.
             for waiting in group:
                 await self._commit([waiting])
             return
@@ -78,6 +80,14 @@ class GroupWriter:
             raise
         for waiting in group:
             _tell(waiting.done, None)
+
+
+def _is_of_one(error: Exception) -> bool:
+    """Whether one write of a group may be at fault for all. Not if the database itself failed: then trying each by
+    itself would only take long."""
+    if not isinstance(error, TrackerUnavailable):
+        return True
+    return isinstance(error.__cause__, IntegrityError | DataError | ProgrammingError)
 
 
 def _tell(done: asyncio.Future[None], error: Exception | None) -> None:
