@@ -7,6 +7,7 @@ wrote. A test compares the schema after all steps with the tables, on SQLite and
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from alembic import command
@@ -16,6 +17,8 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import Connection
 
 from meshnet.errors import UsageError
+
+log = logging.getLogger(__name__)
 
 #: The table that says at which step a database is. Not alembic's usual name: others may share the database.
 VERSION_TABLE = "meshnet_schema"
@@ -46,6 +49,9 @@ def upgrade(connection: Connection) -> None:
             "run that version again, or name another database"
         )
     command.upgrade(config, "head")
+    newest = steps.get_current_head()
+    if reached and reached != (newest,):
+        log.info("the database was brought from schema %s to %s", ", ".join(reached), newest)
 
 
 def configuration() -> Config:
