@@ -71,6 +71,15 @@ CASES: list[tuple[Sequence[str], str]] = [
         ["node", "--model", "m", "--layers", "all", "--listen", "7000"],
         "meshnet: --listen '7000' is not HOST:PORT, for example 192.0.2.7:7000",
     ),
+    (["node", "--model", "m"], "meshnet: --model goes with --layers; without --layers the tracker chooses what"),
+    (["node", "--artifact", "m", "--context", "512"], "meshnet: --context goes with --layers; without --layers"),
+    (["node", "--memory", "much"], "meshnet: --memory 'much' is no size; write for example 4GB"),
+    (["node", "--listen", "127.0.0.1:7000"], "meshnet: --listen 127.0.0.1:7000 is one port for any number of workers"),
+    (
+        ["node", "--model", "m", "--layers", "all", "--memory", "4GB"],
+        "meshnet: --memory and --disk are lent to the tracker; with --layers the node takes what these need",
+    ),
+    (["serve", "--port", "0", "--deploy", "m:layers=3"], "meshnet: --deploy 'm:layers=3': there is no layers; write"),
     (["node", "--model", "m", "--layers", "all", "--tracker", "mesh"], "meshnet: 'mesh' is not a URL of a tracker"),
     (["chat", "hi", "--url", NOBODY], "meshnet: no answer from http://127.0.0.1:1 ("),
     (["chat", "hi", "-m", "x", "--url", "mesh"], "meshnet: 'mesh' is not a URL of a tracker or gateway"),
@@ -124,7 +133,7 @@ async def test_a_missing_worker_is_named(tmp_path: Path) -> None:
 
 
 async def test_wrong_options_are_told_by_the_parser(tmp_path: Path) -> None:
-    for arguments in (["serve", "--prot", "1"], ["node"], ["nonsense"], ["serve", "--port", "99999"]):
+    for arguments in (["serve", "--prot", "1"], ["node", "--layer", "all"], ["nonsense"], ["serve", "--port", "99999"]):
         ran = await run(*arguments, env=environment(tmp_path))
         assert ran.code == 2
         assert "Traceback" not in ran.err
