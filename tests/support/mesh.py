@@ -141,12 +141,19 @@ class Mesh:
     async def not_ready(self, shard_id: str, reason: str) -> str:
         """Wait until a shard is not ready for a reason that matches; returns all of it."""
 
-        async def why_not() -> str | None:
+        told: str | None = None
+
+        async def why_not() -> bool:
+            nonlocal told
             shard = (await self.shards()).get(shard_id)
             told = shard.why_not_ready if shard is not None else None
-            return told if told is not None and re.search(reason, told) else None
+            return told is not None and re.search(reason, told) is not None
 
-        return str(await until(f"{shard_id} is not ready: {reason}", why_not))
+        try:
+            await until(f"{shard_id} is not ready: {reason}", why_not)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; last told: {told}") from None
+        return str(told)
 
     async def withdrawn(self, shard_id: str, *, deadline_s: float = DEADLINE_S) -> None:
         async def is_withdrawn() -> bool:

@@ -13,6 +13,7 @@ from meshnet.core import Boundary, Cut, Shard
 from meshnet.errors import LeaseLost, TrackerUnavailable, UsageError
 from meshnet.tracker.database import Database, ShardRow, sqlite_url
 from meshnet.tracker.messages import Departure, Heartbeat, LinkMeasure, Neighbour, NodeCapacity, ShardLoad
+from meshnet.tracker.neighbours import MAX_NEIGHBOURS, Neighbourhoods
 from meshnet.tracker.registry import Registry
 from meshnet.tracker.settings import TrackerSettings
 from tests.support import identities
@@ -429,3 +430,38 @@ def test_a_lease_shorter_than_two_heartbeats_is_refused() -> None:
         TrackerSettings(heartbeat_s=2, lease_ttl_s=3)
     with pytest.raises(UsageError, match="sweep_s is 0"):
         TrackerSettings(sweep_s=0)
+
+
+def test_neighbours_are_few_near_and_of_ones_own_choice() -> None:
+    known = Neighbourhoods()
+    for number in range(100):
+        known.add(f"n{number}", make_shard(f"n{number}/head", "0:4"))
+        known.add(f"n{number}", make_shard(f"n{number}/tail", "4:8"))
+    known.add("other", make_shard("other/tail", "4:8", build="build-2"))
+    head = make_shard("n1/head", "0:4")
+    chosen = {}
+    for node_id in ("n1", "n2"):
+        found = [neighbour.shard_id for neighbour in known.of(node_id, [head])]
+        assert len(found) == MAX_NEIGHBOURS
+        assert all(shard_id.endswith("/tail") for shard_id in found)
+        assert "other/tail" not in found
+        assert f"{node_id}/tail" not in found
+        chosen[node_id] = found
+    assert chosen["n1"] != chosen["n2"]
+    # What may be cut can stand beside what it overlaps.
+    assert known.of("n1", [make_shard("n1/x", "2:6")]) == ()
+    assert len(known.of("n1", [make_shard("n1/x", "2:6", cuts=[3, 4, 5])])) == MAX_NEIGHBOURS
+    for number in range(100):
+        known.remove(make_shard(f"n{number}/tail", "4:8"))
+        known.remove(make_shard(f"n{number}/head", "0:4"))
+    assert known.of("n1", [head]) == ()
+
+
+async def test_a_shard_that_has_not_changed_stays_the_same_object(registry: Registry) -> None:
+    epoch = await register(registry)
+    await registry.heartbeat("n1", beat(epoch, "a"))
+    (before,) = registry.advertised()
+    await registry.heartbeat("n1", beat(epoch, "a", load=ShardLoad(open_sessions=1)))
+    (after,) = registry.advertised()
+    assert after.shard is before.shard
+    assert after.load.open_sessions == 1

@@ -16,6 +16,7 @@ from typing import Any
 
 from meshnet.core import Route, Shard
 from meshnet.errors import HopLost, HopRefused, MeshnetError
+from meshnet.planner.shapes import Shape, shape_of
 from meshnet.rpc.client import WorkerPool
 from meshnet.tracker.answers import Answer, Verdict
 from meshnet.tracker.descriptions import disagreement
@@ -175,14 +176,28 @@ class Prober:
         families: dict[Family, list[_Seen]] = {}
         for seen in self._seen.values():
             families.setdefault(family(seen.shard), []).append(seen)
+        # A mesh of hundreds has few shapes, and what one shard lacks all of its shape lack.
+        lacking: dict[tuple[Shape, bool], str | None] = {}
         for shard_id in self._due():
             if self._n_probes >= MAX_PROBES:
                 return
-            # Something may have changed while a reason was told.
-            if shard_id in self._trials and self._trials[shard_id].n_vocab and shard_id not in self._in_probe:
-                await self._start_probe(pool, self._seen[shard_id], families[family(self._seen[shard_id].shard)])
+            # Something may have changed while others had their turn.
+            trial = self._trials.get(shard_id)
+            if trial is None or not trial.n_vocab or shard_id in self._in_probe:
+                continue
+            target = self._seen[shard_id]
+            key = shape_of(target.shard), trial.suspect
+            if key not in lacking:
+                started, reason = self._start_probe(pool, target, families[family(target.shard)])
+                if not started:
+                    lacking[key] = reason
+                # A search takes milliseconds: heartbeats go first.
+                await asyncio.sleep(0)
+            if lacking.get(key) is not None:
+                await self._tell(shard_id, str(lacking[key]))
 
-    async def _start_probe(self, pool: WorkerPool, target: _Seen, members: Collection[_Seen]) -> None:
+    def _start_probe(self, pool: WorkerPool, target: _Seen, members: Collection[_Seen]) -> tuple[bool, str | None]:
+        """Whether there was a route to probe; if not, why, or None if other probes are in its way."""
         shard_id = target.shard.shard_id
         usable = [one for one in members if self._usable(one)]
         free = [one for one in usable if one.shard.shard_id not in self._in_probe]
@@ -191,14 +206,17 @@ class Prober:
             hops = frozenset(shard.shard_id for shard in route.shards)
             self._in_probe |= hops
             self._n_probes += 1
-            self._spawn(self._probe(pool, shard_id, route, dict(self._seen)))
-        elif self._route(target, usable) is None:
-            held_up = {
-                one.shard.shard_id: (one.shard, self._registry.why_not_ready(one.shard.shard_id) or "it just failed")
-                for one in members
-                if one not in usable
-            }
-            await self._tell(shard_id, why_no_probe(target.shard, [one.shard for one in usable], held_up))
+            self._spawn(self._probe(pool, shard_id, route, {hop: self._seen[hop] for hop in hops}))
+            return True, None
+        if len(free) < len(usable) and self._route(target, usable) is not None:
+            return False, None
+        ids = {one.shard.shard_id for one in usable}
+        held_up = {
+            one.shard.shard_id: (one.shard, self._registry.why_not_ready(one.shard.shard_id) or "it just failed")
+            for one in members
+            if one.shard.shard_id not in ids
+        }
+        return False, why_no_probe(target.shard, [one.shard for one in usable], held_up)
 
     def _usable(self, seen: _Seen) -> bool:
         """Whether a probe of some shard may go through this one."""
@@ -257,8 +275,9 @@ class Prober:
         verdict = await self._standings.judge(head, answer, node_ids, proven_on)
         if verdict is not Verdict.DIFFERS:
             await self._registry.prove(unproven)
-            for hop in unproven:
+            for hop in hops:
                 self._trials.pop(hop, None)
+            for hop in unproven:
                 log.info("shard %s is ready", hop)
         if verdict is Verdict.OVERTURNS:
             others = [

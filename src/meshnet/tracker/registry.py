@@ -29,7 +29,7 @@ from meshnet.tracker.messages import (
     Registration,
     ShardAdvertisement,
 )
-from meshnet.tracker.neighbours import neighbours
+from meshnet.tracker.neighbours import Neighbourhoods
 from meshnet.tracker.nodes import (
     LEFT,
     LIVE,
@@ -80,6 +80,7 @@ class Registry:
         #: Whose the advertised shards and their addresses are.
         self._owners: dict[str, str] = {}
         self._at: dict[str, str] = {}
+        self._neighbourhoods = Neighbourhoods()
         self._neighbours: dict[str, tuple[float, tuple[Neighbour, ...]]] = {}
         # Held over each change of a node, so that memory and database change in the same order.
         self._changing = asyncio.Lock()
@@ -295,9 +296,13 @@ class Registry:
         for one in advertised:
             shard = one.shard
             known = node.shards.get(shard.shard_id)
-            # What has not changed was judged before.
-            same = known is not None and known.shard == shard
-            reason = (None if same else implausible(node.node_id, shard)) or self._taken(node, shard)
+            reason = None
+            if known is not None and known.shard == shard:
+                # It was judged before. And it stays the same object: others remember by it what they found out.
+                one = one.model_copy(update={"shard": known.shard})
+            else:
+                reason = implausible(node.node_id, shard)
+            reason = reason or self._taken(node, shard)
             if reason is None:
                 offered[shard.shard_id] = one
             else:
@@ -326,8 +331,7 @@ class Registry:
         now_s = self.now_s()
         if now_s < looked_s + NEIGHBOURS_S and len(self._owners) > FEW_SHARDS:
             return found
-        others = (one.shard for other in self.live() if other is not node for one in other.shards.values())
-        found = neighbours(node.node_id, (one.shard for one in node.shards.values()), others) if node.shards else ()
+        found = self._neighbourhoods.of(node.node_id, (one.shard for one in node.shards.values()))
         self._neighbours[node.node_id] = (now_s, found)
         return found
 
@@ -338,12 +342,16 @@ class Registry:
         gone, new = node.shards.keys() - shards.keys(), shards.keys() - node.shards.keys()
         for shard_id in gone:
             del self._owners[shard_id]
+            self._neighbourhoods.remove(node.shards[shard_id].shard)
             self._forget_address(node, node.shards[shard_id].shard.address)
             log.info("shard %s withdrawn", shard_id)
         for shard_id, one in shards.items():
             before = node.shards.get(shard_id)
-            if before is not None and before.shard.address != one.shard.address:
-                self._forget_address(node, before.shard.address)
+            if before is None or before.shard is not one.shard:
+                if before is not None:
+                    self._neighbourhoods.remove(before.shard)
+                    self._forget_address(node, before.shard.address)
+                self._neighbourhoods.add(node.node_id, one.shard)
             self._at[one.shard.address] = node.node_id
         for shard_id in new:
             self._owners[shard_id] = node.node_id
