@@ -75,7 +75,7 @@ async def test_a_restarted_agent_is_the_same_node_without_a_ghost(net: Mesh) -> 
     # Withdrawn by the registration alone: whatever is offered now is offered anew.
     assert old.shard_id not in await net.shards()
     shard_id = (await second.event(DEADLINE_S))["shard"]["shard_id"]
-    await net.ready(shard_id)
+    await net.shard_ready(shard_id)
     (after,) = (await net.nodes()).values()
     assert (after.node_id, after.state, after.lease_epoch) == (before.node_id, "live", before.lease_epoch + 1)
     assert [shard.shard_id for shard in after.shards] == [shard_id]
@@ -146,7 +146,7 @@ async def test_a_lie_about_the_artifact_is_found_and_honest_nodes_serve_on(net: 
         assert told == f"advertises artifact {other} but its worker says {MODEL}"
         # The worker is asked under the artifact that it has: told the truth, it is proven.
         await report(net, "liar", started, lambda shard: shard)
-        await net.ready("liar/w")
+        await net.shard_ready("liar/w")
     route = (await net.open_session()).route
     assert [str(shard.layers) for shard in route.shards] == ["0:3", "3:8"]
 
@@ -169,7 +169,7 @@ async def test_a_new_mesh_is_ready_soon_after_its_last_shard(net: Mesh) -> None:
     second = await net.start_node("3:8")
     tail = (await second.event(DEADLINE_S))["shard"]["shard_id"]
     # A second by itself; other work shares this machine.
-    await net.ready(tail, deadline_s=10)
+    await net.shard_ready(tail, deadline_s=10)
     assert (await net.shards())[head].ready
     assert first.process.returncode is None
 

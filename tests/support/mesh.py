@@ -129,7 +129,7 @@ class Mesh:
 
         await until(f"the tracker offers {shard_id}", is_offered)
 
-    async def ready(self, shard_id: str, *, deadline_s: float = DEADLINE_S) -> None:
+    async def shard_ready(self, shard_id: str, *, deadline_s: float = DEADLINE_S) -> None:
         """Wait until sessions may use a shard."""
 
         async def is_ready() -> bool:
