@@ -34,16 +34,18 @@ def test_a_window_holds_a_step_beside_itself() -> None:
         weight_bytes=1,
         active_bytes=1,
         active_weights=1,
-        kv=(KvPart(bytes_per_token=10, window_tokens=100), KvPart(bytes_per_token=1)),
+        kv=(KvPart(bytes_per_token=10, window_tokens=200), KvPart(bytes_per_token=0.5, tokens_per_row=4)),
         state_bytes=7,
     )
-    assert layer.kv_bytes(50, step_tokens=20) == 7 + 500 + 50
-    assert layer.kv_bytes(1000, step_tokens=20) == 7 + 1200 + 1000
+    # In multiples of 256 rows: a row of the second cache is four tokens.
+    assert layer.kv_bytes(256, step_tokens=20) == 7 + 2560 + 512
+    assert layer.kv_bytes(4000, step_tokens=56) == 7 + 2560 + 2048
+    assert layer.kv_bytes(4000, step_tokens=57) == 7 + 5120 + 2048
 
 
 def test_sessions_multiply_the_cache() -> None:
     facts = make_facts([1, 1], kv_bytes_per_token=2.5)
-    assert facts.kv_bytes(facts.whole, 100, 3) == 3 * 2 * 250
+    assert facts.kv_bytes(facts.whole, 512, 3) == 3 * 2 * 1280
 
 
 def test_legal_cuts_decide_what_a_shard_may_be() -> None:
@@ -62,7 +64,7 @@ def test_deepseek_v4_flash() -> None:
     grown = facts.kv_bytes(facts.whole, 131_072, 1) - facts.kv_bytes(facts.whole, 65_536, 1)
     assert grown == 65_536 * 6880
     fixed = facts.kv_bytes(facts.whole, 131_072, 1) - 131_072 * 6880
-    assert fixed == 43 * ((128 + 512) * 1024 + 65_536)
+    assert fixed == 43 * 768 * 1024 + 21 * 81_920 + 20 * 524_288  # the window and a step, in whole blocks of rows
 
 
 GOOD = """

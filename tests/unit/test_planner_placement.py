@@ -30,7 +30,7 @@ def wants(draw: st.DrawFn) -> Wanted:
         cuts=[layer for layer in range(1, n_layer) if draw(st.integers(0, 3))],
         head_bytes=MIB * draw(st.integers(0, 2)),
         tail_bytes=MIB * draw(st.integers(0, 2)),
-        kv_bytes_per_token=draw(st.sampled_from([0.0, MIB / 100])),
+        kv_bytes_per_token=draw(st.sampled_from([0.0, MIB / 400])),
     )
     return Wanted(facts, context_tokens=50, sessions=draw(st.integers(1, 2)), replicas=draw(st.integers(1, 2)))
 

@@ -19,14 +19,28 @@ from meshnet.errors import UsageError
 #: Tokens of one step of a worker, unless it is told otherwise (`meshnet-shard --step-tokens`).
 STEP_TOKENS = 512
 
+#: Caches have a multiple of so many rows.
+_ROWS = 256
+
 Bytes = Annotated[int, Field(ge=0, le=2**60)]
 
 
 class KvPart(Noun):
-    """One cache of a layer: bytes per token of a session, of the last ``window_tokens`` only if that is given."""
+    """One cache of a layer: bytes per token of a session, of the last ``window_tokens`` only if that is given.
+
+    A compressed cache has a row for every ``tokens_per_row`` tokens.
+    """
 
     bytes_per_token: Annotated[float, Field(ge=0, le=2**40)]
-    window_tokens: Annotated[int, Field(ge=1)] | None = None
+    window_tokens: Annotated[int, Field(ge=1, le=2**32)] | None = None
+    tokens_per_row: Annotated[int, Field(ge=1, le=2**20)] = 1
+
+    def bytes_of(self, context_tokens: int, step_tokens: int) -> float:
+        """Of one session that may grow to ``context_tokens``."""
+        # A windowed cache holds the step that is being computed beside the window.
+        tokens = context_tokens if self.window_tokens is None else min(context_tokens, self.window_tokens + step_tokens)
+        unit = _ROWS * self.tokens_per_row
+        return self.bytes_per_token * unit * -(-tokens // unit)
 
 
 class LayerFacts(Noun):
@@ -43,13 +57,7 @@ class LayerFacts(Noun):
 
     def kv_bytes(self, context_tokens: int, step_tokens: int) -> float:
         """Of one session that may grow to ``context_tokens``."""
-        # A windowed cache holds the step that is being computed beside the window.
-        held = [
-            part.bytes_per_token
-            * (context_tokens if part.window_tokens is None else min(context_tokens, part.window_tokens + step_tokens))
-            for part in self.kv
-        ]
-        return self.state_bytes + sum(held)
+        return self.state_bytes + sum(part.bytes_of(context_tokens, step_tokens) for part in self.kv)
 
 
 class ModelFacts(Noun):
@@ -75,6 +83,8 @@ class ModelFacts(Noun):
     tail_active_weights: Bytes = 0
     #: Bytes per token that cross a cut.
     boundary_bytes: Bytes
+    #: Bytes that a step computes in for each of its tokens and each token of the context: masks, scores.
+    score_bytes: Annotated[int, Field(ge=0, le=4096)] = 2
     #: Layers before which the model may be cut.
     legal_cuts: tuple[int, ...]
     #: What was not known and had to be guessed, in words.
@@ -159,11 +169,11 @@ class ModelFacts(Noun):
         return round(sessions * sum(layer.kv_bytes(context_tokens, step_tokens) for layer in self._of(layers)))
 
     def buffer_bytes(self, layers: LayerRange, context_tokens: int, step_tokens: int = STEP_TOKENS) -> int:
-        """An estimate, on the high side, of what one step computes in: intermediate vectors, attention mask, logits."""
+        """An estimate, on the high side, of what one step computes in: vectors, attention scores, logits."""
         vectors = step_tokens * (5 * self.n_embd + 3 * self.n_wide + self.boundary_bytes // 2) * 4
-        mask = 2 * step_tokens * context_tokens
+        scores = self.score_bytes * step_tokens * context_tokens
         logits = 32 * self.n_vocab if layers.end == self.n_layer else 0
-        return vectors + mask + logits
+        return vectors + scores + logits
 
     def memory_bytes(self, layers: LayerRange, context_tokens: int, sessions: int) -> int:
         """Weights, caches and buffers of a shard."""

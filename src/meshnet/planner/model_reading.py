@@ -18,6 +18,13 @@ from meshnet.planner.model_facts import KvPart, LayerFacts, ModelFacts
 _KV_BYTES = 2
 _STATE_BYTES = 4
 
+#: Per token of a step and of the context: a mask, and an indexer's scores beside it.
+_SCORE_BYTES = 2
+_INDEXER_SCORE_BYTES = 8
+
+#: Of layers that keep the last tokens as they are, where only a manifest is there.
+_GUESSED_WINDOW = 128
+
 #: Layers of a period of which all but the last have a sliding window, where llama.cpp knows and the file does not say.
 _WINDOW_PERIOD = {"gemma2": 2, "gemma3": 6, "gemma3n": 5, "cohere2": 4, "gpt-oss": 2, "llama4": 4, "exaone4": 4}
 
@@ -88,6 +95,7 @@ class _Reader:
             tail_active_bytes=logits.size_bytes,
             tail_active_weights=math.prod(logits.shape),
             boundary_bytes=4 * n_embd * streams,
+            score_bytes=_INDEXER_SCORE_BYTES if self._scores_all() else _SCORE_BYTES,
             legal_cuts=self._legal_cuts(),
             assumed=tuple(dict.fromkeys(self._assumed)),
             tied_bytes=0 if output else embedding.size_bytes,
@@ -116,14 +124,19 @@ class _Reader:
         return min(1.0, used / n_expert)
 
     def _kv(self, number: int, tensors: Sequence[TensorRecord]) -> tuple[KvPart, ...]:
-        width = self._kv_width(number, tensors)
+        shapes = _shapes(tensors)
+        latent = shapes.get("attn_kv.weight")
+        if latent is not None:
+            window = self._count("attention.sliding_window") or _GUESSED_WINDOW
+            raw = KvPart(bytes_per_token=_KV_BYTES * latent[1], window_tokens=window)
+            return (raw, *(_compressed(shapes, name) for name in _compressors(shapes)))
+        width = self._kv_width(shapes)
         if width == 0:
             return ()
         return (KvPart(bytes_per_token=_KV_BYTES * width, window_tokens=self._window(number)),)
 
-    def _kv_width(self, number: int, tensors: Sequence[TensorRecord]) -> int:
+    def _kv_width(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
         """Numbers that a layer keeps of each token."""
-        shapes = {tensor.name.split(".", 2)[2]: tensor.shape for tensor in tensors}
         latent = shapes.get("attn_kv_a_mqa.weight")
         if latent is not None:
             indexer = shapes.get("indexer.attn_k.weight") or shapes.get("indexer.k_proj.weight")
@@ -152,7 +165,16 @@ class _Reader:
         return window if number % period < period - 1 else None
 
     def _state_bytes(self, tensors: Sequence[TensorRecord]) -> int:
-        """Recurrent state of a session: that of the convolution and that of the recurrence."""
+        """Recurrent state of a session: that of the convolution and that of the recurrence; what compressors hold."""
+        shapes = _shapes(tensors)
+        held = 0
+        for name in _compressors(shapes):
+            width, ratio = shapes[f"{name}_ape.weight"]
+            # Keys and gates of the rows that are not full; twice where rows overlap.
+            overlap = 2 if width > shapes[f"{name}_norm.weight"][0] else 1
+            held += _STATE_BYTES * 2 * overlap * width * ratio
+        if held:
+            return held
         if not any(".ssm_" in tensor.name for tensor in tensors):
             return 0
         inner, state = self._count("ssm.inner_size"), self._count("ssm.state_size")
@@ -167,11 +189,15 @@ class _Reader:
         """Numbers of the widest vector of a token inside the layer, those of all its experts together."""
         widths = [1]
         for tensor in self._by_layer.get(number, []):
-            if len(tensor.shape) == 2:
+            if len(tensor.shape) == 2 and "tid2eid" not in tensor.name:  # that one is a table by token id
                 widths.append(tensor.shape[1])
             elif len(tensor.shape) == 3:
                 widths.append(round(self._share(tensor) * tensor.shape[2]) * tensor.shape[1])
         return max(widths)
+
+    def _scores_all(self) -> bool:
+        """True if an indexer scores every token of the context."""
+        return any("indexer.attn_k.weight" in _shapes(tensors) for tensors in self._by_layer.values())
 
     def _legal_cuts(self) -> tuple[int, ...]:
         """Those of the engine, as docs/architectures.md has found them: all but for models with a sideband."""
@@ -189,3 +215,23 @@ class _Reader:
         """The whole number at this key of the architecture; None if there is none."""
         value = self._values.get(f"{self._artifact.architecture}.{key}")
         return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
+def _shapes(tensors: Sequence[TensorRecord]) -> dict[str, tuple[int, ...]]:
+    """By name within the layer."""
+    return {tensor.name.split(".", 2)[2]: tensor.shape for tensor in tensors if tensor.name.count(".") >= 2}
+
+
+def _compressors(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """The layer's compressors: of attention, and of its indexer."""
+    return [
+        name
+        for name in ("attn_compressor", "indexer_compressor")
+        if f"{name}_norm.weight" in shapes and len(shapes.get(f"{name}_ape.weight", ())) == 2
+    ]
+
+
+def _compressed(shapes: Mapping[str, tuple[int, ...]], name: str) -> KvPart:
+    """The cache behind a compressor: one row for as many tokens as its position table has."""
+    row, ratio = shapes[f"{name}_norm.weight"][0], shapes[f"{name}_ape.weight"][1]
+    return KvPart(bytes_per_token=_KV_BYTES * row / ratio, tokens_per_row=ratio)

@@ -347,15 +347,24 @@ class _Board:
             self.give(node, want, part, "nobody holds them, though others still lack")
 
     def _largest_gap_part(self, node: NodeFacts, want: Wanted) -> LayerRange | None:
-        """The longest run of lacking layers that fits."""
+        """The longest run of lacking layers that fits; if one will do, of those that leave one gap and not two."""
         ends, lacking = want.facts.ends, self._open_blocks(want, ())
         parts = [
-            LayerRange(start=ends[first], end=ends[last])
+            (first, last)
             for first in range(len(lacking))
             for last in range(first + 1, len(ends))
             if all(lacking[first:last])
         ]
-        return next((part for part in sorted(parts, key=_longest) if self.fits(node, want, part)), None)
+
+        def splits_gap(part: tuple[int, int]) -> bool:
+            first, last = part
+            return first > 0 and lacking[first - 1] and last < len(lacking) and lacking[last]
+
+        for first, last in sorted(parts, key=lambda part: (splits_gap(part), ends[part[0]] - ends[part[1]], part[0])):
+            layers = LayerRange(start=ends[first], end=ends[last])
+            if self.fits(node, want, layers):
+                return layers
+        return None
 
     # -------------------------------------------------------------------------------------------------- the result
 
