@@ -344,6 +344,70 @@ TEST(ShardProcess, AHungMiddleIsNamedByTheKeepalive) {
     expect_named(1, SIGSTOP, 6000);
 }
 
+TEST(ShardProcess, AHopThatHangsBetweenFramesIsNamedToo) {
+    for (const uint32_t victim : {1U, 2U}) {
+        auto shards = start({"0:2", "2:4", "4:6"});
+        TestSession session(addresses(shards));
+        session.open();
+        ASSERT_TRUE(session.generate(prompt, 5).finished.has_value());
+        shards[victim]->process().signal(SIGSTOP);
+        const auto stopped = std::chrono::steady_clock::now();
+        const auto outcome = session.generate(prompt, 5);
+        const auto took = std::chrono::steady_clock::now() - stopped;
+        ASSERT_TRUE(outcome.failed.has_value());
+        EXPECT_EQ(outcome.failed->refusal(), v1::REFUSAL_PEER_LOST);
+        EXPECT_EQ(outcome.failed->hop_index(), victim) << outcome.failed->message();
+        EXPECT_LT(std::chrono::duration_cast<std::chrono::milliseconds>(took).count(), 6000);
+    }
+}
+
+// The others notice by themselves: their sessions break, and end when no gateway repairs them.
+TEST(ShardProcess, AHungHeadIsNoticedByAllHops) {
+    for (const bool in_a_generation : {false, true}) {
+        auto shards = start({"0:2", "2:4", "4:6"}, {"--orphan-timeout-ms", "500", "--context", "4000"}, "test:6:50");
+        TestSession session(addresses(shards));
+        session.token_capacity = 4000;
+        session.open();
+        if (in_a_generation) {
+            grpc::ClientContext context;
+            auto request = session.generate_request(prompt, 3000);
+            request.set_ignore_eog(true);
+            session.client(0).generate(
+                request,
+                [&](const v1::GenerateEvent & event) {
+                    if (event.has_token()) {
+                        shards[0]->process().signal(SIGSTOP);
+                        context.TryCancel();
+                    }
+                },
+                &context);
+        } else {
+            ASSERT_TRUE(session.generate(prompt, 5).finished.has_value());
+            shards[0]->process().signal(SIGSTOP);
+        }
+        const auto stopped = std::chrono::steady_clock::now();
+        EXPECT_TRUE(eventually([&] {
+            return session.client(1).status().open_sessions() + session.client(2).status().open_sessions() == 0;
+        }));
+        const auto took = std::chrono::steady_clock::now() - stopped;
+        EXPECT_LT(std::chrono::duration_cast<std::chrono::milliseconds>(took).count(), 7000);
+    }
+}
+
+TEST(ShardProcess, ARouteWithoutAGatewayIsFreed) {
+    auto shards = start({"0:2", "2:4", "4:6"}, {"--orphan-timeout-ms", "300"});
+    TestSession session(addresses(shards));
+    session.open();
+    ASSERT_TRUE(session.generate(prompt, 5).finished.has_value());
+    EXPECT_TRUE(eventually([&] {
+        uint32_t open = 0;
+        for (size_t hop = 0; hop < shards.size(); ++hop) {
+            open += session.client(hop).status().open_sessions();
+        }
+        return open == 0;
+    }));
+}
+
 TEST(ShardProcess, AnotherSessionDoesNotNoticeADeadHop) {
     auto shards = start({"0:3", "3:6"}, {"--context", "4000"}, "test:6:20");
     auto spare = std::make_unique<ShardProcess>("3:6", std::vector<std::string>{"--context", "4000"}, "test:6:20");
