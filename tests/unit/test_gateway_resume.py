@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshnet.errors import HopLost, HopRefused
-from meshnet.gateway.resume import Verdict, resume_positions, verdict
+from meshnet.gateway.resume import Verdict, last_step_start, resume_positions, verdict
 from meshnet.rpc.generated import shard_pb2 as pb
 from meshnet.rpc.prefix import prefix_hash
 
@@ -29,17 +29,25 @@ from meshnet.rpc.prefix import prefix_hash
     ],
 )
 def test_where_hops_go_on(cached: list[int], known: int, positions: list[int]) -> None:
-    assert resume_positions(cached, known) == positions
+    assert resume_positions(cached, known - 1) == positions
+
+
+@pytest.mark.parametrize(
+    ("prompt", "known", "start"), [(1, 1, 0), (64, 64, 0), (65, 65, 64), (1200, 1200, 1152), (1200, 1201, 1200)]
+)
+def test_the_step_of_the_last_token(prompt: int, known: int, start: int) -> None:
+    """A prompt that was computed whole is taken back to its last chunk: alone, its last token would be another one."""
+    assert last_step_start(prompt, known, 64) == start
 
 
 def test_a_model_that_cannot_roll_back_starts_over() -> None:
-    assert resume_positions([0, 100], 100, can_rollback=False) == [0, 0]
-    assert resume_positions([0, 99], 100, can_rollback=False) == [0, 99]
+    assert resume_positions([0, 100], 99, can_rollback=False) == [0, 0]
+    assert resume_positions([0, 99], 99, can_rollback=False) == [0, 99]
 
 
 @given(st.lists(st.integers(0, 200), min_size=1, max_size=12), st.integers(1, 200), st.booleans())
 def test_every_hop_gets_all_it_needs(cached: list[int], known: int, can_rollback: bool) -> None:
-    positions = resume_positions(cached, known, can_rollback=can_rollback)
+    positions = resume_positions(cached, known - 1, can_rollback=can_rollback)
     assert positions == sorted(positions)
     assert positions[-1] <= known - 1
     for position, held in zip(positions, cached, strict=True):

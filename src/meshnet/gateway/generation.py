@@ -19,7 +19,7 @@ from meshnet.gateway.leg import Leg
 from meshnet.gateway.metrics import GatewayMetrics
 from meshnet.gateway.prompts import Prompt, prompt_tokens
 from meshnet.gateway.repair import Repaired, Repairer
-from meshnet.gateway.resume import Verdict, verdict
+from meshnet.gateway.resume import Verdict, last_step_start, verdict
 from meshnet.gateway.settings import GatewaySettings
 from meshnet.rpc.client import refusal_name
 from meshnet.rpc.convert import ticket_to_message
@@ -167,7 +167,7 @@ class Generation:
         self._can_rollback = description.can_rollback
         # Said here, so that a repaired route computes the prompt in the same steps.
         self._chunk_tokens = min(
-            description.chunk_tokens, *(shard.max_step_tokens for shard in hops.session.route.shards)
+            max(1, description.chunk_tokens), *(shard.max_step_tokens for shard in hops.session.route.shards)
         )
         self._metrics.prompt_tokens.labels(self.model).inc(len(tokens))
         self._timeline.generate_s = time.monotonic()
@@ -319,6 +319,7 @@ class Generation:
                 broken,
                 self._lost,
                 self._tokens,
+                last_step=last_step_start(self.prompt_tokens, len(self._tokens), self._chunk_tokens),
                 capacity_tokens=self.prompt_tokens + self._max_tokens,
                 can_rollback=self._can_rollback,
                 deadline_s=min(noticed_s + self._settings.repair_timeout_s, self._deadline_s),

@@ -66,6 +66,7 @@ class Repairer:
         lost: set[str],
         tokens: Sequence[int],
         *,
+        last_step: int,
         capacity_tokens: int,
         can_rollback: bool,
         deadline_s: float,
@@ -73,7 +74,7 @@ class Repairer:
         """A leg in place of ``broken``, without the shards in ``lost``; more are added to it as they turn out to be.
 
         Asks again until a route is there or ``deadline_s`` (monotonic) has passed: a spare may be loading. ``tokens``
-        is everything known so far, prompt and answer.
+        is everything known so far, prompt and answer; ``last_step`` is where the step began that computed the last of them.
 
         Raises:
             RepairFailed: no route could be had in time.
@@ -100,7 +101,7 @@ class Repairer:
                     cached = [
                         _trusted(answer, tokens) if isinstance(answer, pb.OpenResponse) else 0 for answer in answers
                     ]
-                    positions = resume_positions(cached, len(tokens), can_rollback=can_rollback)
+                    positions = resume_positions(cached, last_step, can_rollback=can_rollback)
                     staying = {(session.session_id, hop.shard_id) for hop in hops.hops}
                     return Repaired(
                         Leg(hops, positions),

@@ -45,17 +45,24 @@ def verdict(error: HopLost | HopRefused, doubted_before: bool) -> Verdict:
     return Verdict.LOST
 
 
-def resume_positions(cached_tokens: Sequence[int], known_tokens: int, *, can_rollback: bool = True) -> list[int]:
+def last_step_start(prompt_tokens: int, known_tokens: int, chunk_tokens: int) -> int:
+    """Where the step began that computed the last known token: the prompt goes in chunks counted from position 0, what
+    was generated in steps of one."""
+    if known_tokens > prompt_tokens:
+        return known_tokens - 1
+    return (prompt_tokens - 1) // chunk_tokens * chunk_tokens
+
+
+def resume_positions(cached_tokens: Sequence[int], last_step: int, *, can_rollback: bool = True) -> list[int]:
     """Per hop, the position from which on it must compute, if hops hold ``cached_tokens`` of the known prefix.
 
-    A hop that lacks a position needs its boundary, so all hops before it compute that too. The last known token is
-    always computed, because the next one is sampled from it: a hop that already has it takes it back, and one whose
-    model cannot (``can_rollback`` False) starts over.
+    A hop that lacks a position needs its boundary, so all hops before it compute that too. The step that began at
+    ``last_step`` is always computed, whole, because the next token is sampled from its last one: a hop that already has
+    it takes it back, and one whose model cannot (``can_rollback`` False) starts over.
     """
-    last = known_tokens - 1
-    held = [cached if cached <= last or can_rollback else 0 for cached in cached_tokens]
+    held = [cached if cached <= last_step or can_rollback else 0 for cached in cached_tokens]
     positions: list[int] = []
-    lowest = last
+    lowest = last_step
     for cached in reversed(held):
         lowest = min(lowest, cached)
         positions.append(lowest)
