@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from meshnet.cli import doctor
 from meshnet.core import FinishCause, RouteSource
 from meshnet.errors import (
     IdentityRefused,
@@ -262,6 +263,9 @@ async def test_a_heartbeat_is_answered(client: TrackerClient, tracker: Tracker) 
         ("a", False, "refused: it belongs to node n1"),
         ("b", False, "refused: it belongs to node n1"),
     ]
+    check = await asyncio.to_thread(doctor.check_tracker, client.url, TOKEN)
+    assert check.level == doctor.WARN
+    assert check.advice.startswith("a is not ready: refused: it belongs to node n1 (and 1 more)")
 
 
 async def test_unknown_fields_are_ignored(url: str, client: TrackerClient) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from meshnet.cli import doctor
 from meshnet.engines import native
+from meshnet.node.state import node_identity
 
 
 def fake_worker(path: Path, script: str) -> None:
@@ -95,6 +96,20 @@ def test_a_missing_drive_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert str(doctor.check_store()).startswith(f"fail  store    no drive is mounted at {tmp_path}")
     monkeypatch.setenv("MESHNET_STORE_MOUNT", "/")
     assert doctor.check_store().found.endswith(" GB free, on the drive at /")
+
+
+def test_node_keys_are_whole_and_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHNET_STORE", str(tmp_path))
+    assert str(doctor.check_identity()) == "ok    identity made at the first start"
+    with node_identity(), node_identity():
+        assert str(doctor.check_identity()) == "ok    identity 2 nodes of this machine have a key"
+    key = tmp_path / "nodes" / "2" / "node.key"
+    key.chmod(0o640)
+    assert str(doctor.check_identity()) == f"warn  identity others can read {key}; run `chmod 600 {key}`"
+    key.write_text("")
+    assert str(doctor.check_identity()).startswith(f"fail  identity the node's key {key} is damaged; restore it, or")
+    monkeypatch.setenv("MESHNET_STORE", "/home/somebody")
+    assert doctor.check_identity().level == doctor.WARN
 
 
 def test_a_port_that_something_else_holds_is_a_warning() -> None:

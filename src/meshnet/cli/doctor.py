@@ -55,6 +55,7 @@ def doctor(
         check_python,
         check_worker,
         check_store,
+        check_identity,
         check_memory,
         check_cores,
         lambda: check_port(port),
@@ -180,19 +181,47 @@ def check_port(port: int) -> Check:
 
 
 def check_tracker(url: str, given_token: str | None) -> Check:
+    """It answers, takes the join token, and no shard waits in vain for its first session."""
+    from meshnet.cli.status import not_ready_lines
     from meshnet.tracker.client import TrackerClient
+    from meshnet.tracker.messages import TrackerStatus
 
-    async def fetch(token: str) -> str:
+    async def fetch(token: str) -> TrackerStatus:
         async with TrackerClient(url, token, timeout_s=5) as client:
-            told = await client.status()
-            live = sum(node.state == "live" for node in told.nodes)
-            served = sum(model.routable for model in told.models)
-            return f"{url}: {live} nodes, {served} models served, version {told.version}"
+            return await client.status()
 
     try:
-        return Check(OK, "tracker", asyncio.run(fetch(credentials.join_token(given_token).value)))
+        told = asyncio.run(fetch(credentials.join_token(given_token).value))
     except MeshnetError as error:
         return Check(FAIL, "tracker", str(error))
+    live = sum(node.state == "live" for node in told.nodes)
+    served = sum(model.routable for model in told.models)
+    found = f"{url}: {live} nodes, {served} models served, version {told.version}"
+    waiting = not_ready_lines(told)
+    if waiting:
+        more = f" (and {len(waiting) - 1} more)" if len(waiting) > 1 else ""
+        return Check(WARN, "tracker", found, f"{waiting[0]}{more}; see `meshnet status`")
+    return Check(OK, "tracker", found)
+
+
+def check_identity() -> Check:
+    """The identities that nodes of this machine have are whole, and nobody else can read their keys."""
+    from meshnet.artifact.store import store_root
+    from meshnet.node.identity import read_key
+
+    try:
+        directory = store_root() / "nodes"
+    except MeshnetError:
+        return Check(WARN, "identity", "not to be seen without a store")
+    try:
+        keys = sorted(directory.glob("*/node.key"))
+        for path in keys:
+            read_key(path)
+            if path.stat().st_mode & 0o077:
+                return Check(WARN, "identity", f"others can read {path}", f"run `chmod 600 {path}`")
+    except (MeshnetError, OSError) as error:
+        return Check(FAIL, "identity", str(error))
+    return Check(OK, "identity", f"{len(keys)} nodes of this machine have a key" if keys else "made at the first start")
 
 
 def _is_meshnet(port: int) -> bool:
