@@ -54,8 +54,8 @@ class PostgresServer:
         self._end(signal.SIGKILL)
 
     def stop(self) -> None:
-        """End it in order; clients are cut off."""
-        self._end(signal.SIGINT)
+        """End it at once, and all its processes; nobody needs its data any more."""
+        self._end(signal.SIGQUIT)
 
     def database(self) -> str:
         """The URL of a new and empty database, as a person would write it."""

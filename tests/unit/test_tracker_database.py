@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
-from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Session
 
 from meshnet.errors import TrackerUnavailable, UsageError
 from meshnet.tracker.database import Database
@@ -137,8 +136,8 @@ async def database(tmp_path: Path) -> AsyncIterator[Database]:
 
 
 def insert(number: int) -> Write:
-    async def write(session: AsyncSession) -> None:
-        await session.execute(text("INSERT INTO numbers VALUES (:n)"), {"n": number})
+    def write(session: Session) -> None:
+        session.execute(text("INSERT INTO numbers VALUES (:n)"), {"n": number})
 
     return write
 
@@ -148,18 +147,30 @@ async def numbers(database: Database) -> list[int]:
         return list(await session.scalars(text("SELECT n FROM numbers ORDER BY n")))
 
 
+async def test_writers_of_both_kinds_take_turns(database: Database) -> None:
+    async def by_statements(number: int) -> None:
+        async with database.writing() as session:
+            await session.execute(text("SELECT max(n) FROM numbers"))
+            await session.execute(text("INSERT INTO numbers VALUES (:n)"), {"n": number})
+
+    await asyncio.gather(
+        *(by_statements(n) for n in range(0, 40, 2)), *(database.transact(insert(n)) for n in range(1, 40, 2))
+    )
+    assert await numbers(database) == list(range(40))
+
+
 async def test_writes_at_the_same_moment_share_a_transaction(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transactions = 0
-    writing = database.writing
+    transact = database.transact
 
-    def counting() -> object:
+    async def counting(write: Write) -> None:
         nonlocal transactions
         transactions += 1
-        return writing()
+        await transact(write)
 
-    monkeypatch.setattr(database, "writing", counting)
+    monkeypatch.setattr(database, "transact", counting)
     writer = GroupWriter(database)
     await asyncio.gather(*(writer.run(insert(n)) for n in range(40)))
     assert await numbers(database) == list(range(40))
@@ -178,14 +189,12 @@ async def test_a_database_that_fails_is_not_asked_once_for_each(
 ) -> None:
     tries = 0
 
-    @asynccontextmanager
-    async def writing() -> AsyncIterator[AsyncSession]:
+    async def failing(write: Write) -> None:
         nonlocal tries
         tries += 1
         raise TrackerUnavailable("gone") from OperationalError("COMMIT", {}, OSError("connection lost"))
-        yield
 
-    monkeypatch.setattr(database, "writing", writing)
+    monkeypatch.setattr(database, "transact", failing)
     writer = GroupWriter(database)
     outcomes = await asyncio.gather(*(writer.run(insert(n)) for n in range(20)), return_exceptions=True)
     assert [type(outcome) for outcome in outcomes] == [TrackerUnavailable] * 20

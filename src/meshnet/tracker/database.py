@@ -7,20 +7,21 @@ SQLite by default (write-ahead log, foreign keys on), PostgreSQL by URL. `migrat
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from importlib import import_module
 from typing import Any, ClassVar
 
-from sqlalchemy import JSON, BigInteger, Double, ForeignKey, Index, event
+from sqlalchemy import JSON, BigInteger, Double, ForeignKey, Index, create_engine, event
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
 from meshnet.errors import TrackerUnavailable, UsageError
 from meshnet.tracker.database_lock import DatabaseLock
-from meshnet.tracker.database_url import create_private_file, driver_missing, parse_url, shown
+from meshnet.tracker.database_url import create_private_file, driver_missing, is_file, parse_url, shown
 from meshnet.tracker.database_url import sqlite_url as sqlite_url
 from meshnet.tracker.migrations import upgrade
 
@@ -184,6 +185,8 @@ class Database:
 
     def __init__(self, engine: AsyncEngine, faults: tuple[type[Exception], ...], lock: DatabaseLock | None) -> None:
         self._engine = engine
+        # Every statement of an asynchronous SQLite engine costs a way to another thread and back; see `transact`.
+        self._thread = _SqliteThread(engine.url) if lock is None and is_file(engine.url) else None
         self._faults = faults
         self._lock = lock
         self._sessions = async_sessionmaker(engine, expire_on_commit=False)
@@ -225,6 +228,8 @@ class Database:
     async def close(self) -> None:
         if self._lock is not None:
             await self._lock.release()
+        if self._thread is not None:
+            await self._thread.close()
         await self._engine.dispose()
 
     async def check(self) -> None:
@@ -258,6 +263,21 @@ class Database:
             async with self._writing, self._sessions.begin() as session:
                 yield session
 
+    async def transact(self, write: Callable[[Session], None]) -> None:
+        """Run ``write`` in a transaction, committed if it returns and rolled back if it raises. It must not wait for
+        anything but the database, and may run in another thread.
+
+        Raises:
+            TrackerUnavailable: the database failed.
+        """
+        if self._thread is None:
+            async with self.writing() as session:
+                await session.run_sync(write)
+            return
+        with self._failures():
+            async with self._writing:
+                await self._thread.transact(write)
+
     async def _ensure_lock(self) -> None:
         if self._lock is not None:
             await self._lock.ensure()
@@ -268,6 +288,35 @@ class Database:
             yield
         except self._faults as error:
             raise TrackerUnavailable(f"the tracker's database failed: {_cause(error)}") from error
+
+
+class _SqliteThread:
+    """A thread with a connection of its own, in which a whole transaction is one call."""
+
+    def __init__(self, url: URL) -> None:
+        self._engine = create_engine(url.set(drivername="sqlite"))
+        event.listen(self._engine, "connect", _set_up_sqlite)
+        self._sessions = sessionmaker(self._engine, expire_on_commit=False)
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="tracker-database")
+
+    async def transact(self, write: Callable[[Session], None]) -> None:
+        """Returns when it is over, even if the caller is cancelled meanwhile."""
+
+        def run() -> None:
+            with self._sessions.begin() as session:
+                write(session)
+
+        running = asyncio.get_running_loop().run_in_executor(self._executor, run)
+        try:
+            await asyncio.shield(running)
+        except asyncio.CancelledError:
+            await asyncio.wait([running])
+            raise
+
+    async def close(self) -> None:
+        # In the thread, to which the connection belongs.
+        await asyncio.get_running_loop().run_in_executor(self._executor, self._engine.dispose)
+        self._executor.shutdown()
 
 
 def _connect(url: URL) -> tuple[AsyncEngine, tuple[type[Exception], ...]]:

@@ -46,6 +46,11 @@ def sqlite_url(path: Path) -> str:
     return URL.create("sqlite+aiosqlite", database=str(path)).render_as_string()
 
 
+def is_file(url: URL) -> bool:
+    """Whether the database is a file of this machine."""
+    return url.get_backend_name() == "sqlite" and url.database not in (None, "", ":memory:")
+
+
 def sqlite_directory(url: str) -> Path | None:
     """Where an SQLite database is; None for one that is not in a file of this machine.
 
@@ -53,7 +58,7 @@ def sqlite_directory(url: str) -> Path | None:
         UsageError: the URL is malformed.
     """
     parsed = parse_url(url)
-    if not _is_file(parsed):
+    if not is_file(parsed):
         return None
     return Path(parsed.database or "").absolute().parent
 
@@ -76,12 +81,8 @@ def create_private_file(url: URL) -> None:
     Raises:
         OSError: it cannot be made.
     """
-    if not _is_file(url):
+    if not is_file(url):
         return
     path = Path(url.database or "")
     path.parent.mkdir(parents=True, exist_ok=True)
     os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-
-
-def _is_file(url: URL) -> bool:
-    return url.get_backend_name() == "sqlite" and url.database not in (None, "", ":memory:")

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sqlalchemy.exc import DataError, IntegrityError, ProgrammingError
-from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Session
 
 from meshnet.errors import TrackerUnavailable
 from meshnet.tracker.database import Database
 
-#: One write: statements in a transaction that others may share. May be run again if another of the group fails.
-Write = Callable[[AsyncSession], Awaitable[None]]
+#: One write: statements in a transaction that others may share. It may run in another thread, and again if another of
+#: the group fails.
+Write = Callable[[Session], None]
 
 #: Most writes in one transaction, so that nobody waits long for those before it.
 MAX_GROUP = 64
@@ -63,9 +64,7 @@ class GroupWriter:
 
     async def _commit(self, group: list[_Waiting]) -> None:
         try:
-            async with self._database.writing() as session:
-                for waiting in group:
-                    await waiting.write(session)
+            await self._database.transact(lambda session: _write_all(group, session))
         except Exception as error:
             if len(group) == 1 or not _is_of_one(error):
                 for waiting in group:
@@ -80,6 +79,11 @@ class GroupWriter:
             raise
         for waiting in group:
             _tell(waiting.done, None)
+
+
+def _write_all(group: Sequence[_Waiting], session: Session) -> None:
+    for waiting in group:
+        waiting.write(session)
 
 
 def _is_of_one(error: Exception) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, case, func, select
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Session
 
 from meshnet.core import HopWork
 from meshnet.errors import RequestError
@@ -71,9 +71,7 @@ def _why_not(done: HopWork, hop: HopRow, lifetime_s: int) -> str | None:
     return None
 
 
-async def record(
-    session: AsyncSession, of: SessionRow, hops: Sequence[HopRow], work: Sequence[HopWork], *, at_unix_s: int
-) -> int:
+def record(session: Session, of: SessionRow, hops: Sequence[HopRow], work: Sequence[HopWork], *, at_unix_s: int) -> int:
     """Add what is not there yet, within the caller's transaction. Returns how much of ``work`` was confirmed."""
     good, refused = check_work(work, hops, lifetime_s=of.expires_unix_s - of.opened_unix_s)
     for item in refused:
@@ -84,7 +82,7 @@ async def record(
     if good:
         dialect = sqlite if session.get_bind().dialect.name == "sqlite" else postgresql
         rows = [_row(of, done, hop, at_unix_s) for done, hop in good]
-        await session.execute(dialect.insert(LedgerRow).on_conflict_do_nothing(), rows)
+        session.execute(dialect.insert(LedgerRow).on_conflict_do_nothing(), rows)
     return len(good)
 
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from sqlalchemy import delete, func, insert, select, update
-from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Session
 
 from meshnet.core import FinishCause, HopWork, LayerRange
 from meshnet.tracker import ledger
@@ -70,9 +70,9 @@ class SessionStore:
         }
         hops = _hop_rows(opened.session_id, opened.epoch, opened.hops)
 
-        async def write(session: AsyncSession) -> None:
-            await session.execute(insert(SessionRow), [row])
-            await session.execute(insert(HopRow), hops)
+        def write(session: Session) -> None:
+            session.execute(insert(SessionRow), [row])
+            session.execute(insert(HopRow), hops)
 
         await self._writer.run(write)
 
@@ -80,11 +80,11 @@ class SessionStore:
         """Record the hops of another epoch."""
         rows = _hop_rows(session_id, epoch, hops)
 
-        async def write(session: AsyncSession) -> None:
+        def write(session: Session) -> None:
             # Of a try whose outcome nobody learned, and whose tickets nobody got.
-            await session.execute(delete(HopRow).where(HopRow.session_id == session_id, HopRow.epoch == epoch))
-            await session.execute(insert(HopRow), rows)
-            await session.execute(
+            session.execute(delete(HopRow).where(HopRow.session_id == session_id, HopRow.epoch == epoch))
+            session.execute(insert(HopRow), rows)
+            session.execute(
                 update(SessionRow)
                 .where(SessionRow.session_id == session_id)
                 .values(epoch=epoch, expires_unix_s=expires_unix_s)
@@ -103,8 +103,8 @@ class SessionStore:
     ) -> None:
         """Record what a gateway tells of the end of a session: how it ended the first time, work whenever it comes."""
 
-        async def write(session: AsyncSession) -> None:
-            row = await session.get(SessionRow, session_id)
+        def write(session: Session) -> None:
+            row = session.get(SessionRow, session_id)
             if row is None:
                 if work:
                     log.warning("work for a session that is not known (any more) is not recorded")
@@ -116,17 +116,17 @@ class SessionStore:
                 row.finish_cause = finish_cause.value
                 row.generated_tokens = generated_tokens
             if work:
-                hops = (await session.scalars(select(HopRow).where(HopRow.session_id == session_id))).all()
-                await ledger.record(session, row, hops, work, at_unix_s=now_unix_s)
+                hops = session.scalars(select(HopRow).where(HopRow.session_id == session_id)).all()
+                ledger.record(session, row, hops, work, at_unix_s=now_unix_s)
 
         await self._writer.run(write)
 
     async def give_up(self, states: Mapping[str, SessionState], *, now_unix_s: int) -> None:
         """Record sessions that their gateways have left: orphaned or expired."""
 
-        async def write(session: AsyncSession) -> None:
+        def write(session: Session) -> None:
             for session_id, state in states.items():
-                await session.execute(
+                session.execute(
                     update(SessionRow)
                     .where(SessionRow.session_id == session_id, SessionRow.closed_unix_s.is_(None))
                     .values(state=state.value, closed_unix_s=now_unix_s)
@@ -139,13 +139,13 @@ class SessionStore:
         """Expire what memory does not know, and forget what was closed by then. Hops go with their session; the ledger
         stays."""
 
-        async def write(session: AsyncSession) -> None:
-            await session.execute(
+        def write(session: Session) -> None:
+            session.execute(
                 update(SessionRow)
                 .where(SessionRow.closed_unix_s.is_(None), SessionRow.expires_unix_s <= now_unix_s)
                 .values(state=SessionState.EXPIRED.value, closed_unix_s=now_unix_s)
             )
-            await session.execute(delete(SessionRow).where(SessionRow.closed_unix_s <= forget_closed_unix_s))
+            session.execute(delete(SessionRow).where(SessionRow.closed_unix_s <= forget_closed_unix_s))
 
         await self._writer.run(write)
 
