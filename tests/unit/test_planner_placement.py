@@ -121,8 +121,8 @@ def test_every_plan(mesh: tuple[Wanted, list[NodeFacts]], order: random.Random) 
     # Nobody moves without need.
     idle = [node for node in there if node.node_id not in keeping]
     if can_cover(want, list(keeping.values()), idle) or not plan.complete:
-        for node_id, layers in keeping.items():
-            assert given_ranges[node_id] == layers
+        for node_id, kept in keeping.items():
+            assert given_ranges[node_id] == kept
     for node_id in plan.moved & set(keeping):
         others_move = {moved for moved in plan.moved if moved in keeping and moved != node_id}
         fixed = [layers for other, layers in keeping.items() if other not in others_move]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,8 +15,11 @@ from meshnet.planner.predict import Seam, Speed, Stage, predict
 HERE = Seam(Link(0.0))
 
 
-def stage(node: str, n_layers: int, **speed: float) -> Stage:
-    return Stage(node, n_layers, Speed(**{"prefill_us": 10.0, "decode_us": 100.0, **speed}))
+SPEED = Speed(prefill_us=10.0, decode_us=100.0)
+
+
+def stage(node: str, n_layers: int, **costs: Any) -> Stage:
+    return Stage(node, n_layers, replace(SPEED, **costs))
 
 
 def test_one_stage_computes_everything() -> None:

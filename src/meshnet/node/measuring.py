@@ -75,7 +75,14 @@ class Ring:
     @classmethod
     @asynccontextmanager
     async def start(
-        cls, binary: Path, model: Path, ranges: Sequence[LayerRange], *, threads: int, capacity_tokens: int
+        cls,
+        binary: Path,
+        model: Path | str,
+        ranges: Sequence[LayerRange],
+        *,
+        threads: int,
+        capacity_tokens: int,
+        engine: str = "llama",
     ) -> AsyncIterator[Ring]:
         """One worker per range, in the order of the route; all end with the block.
 
@@ -87,7 +94,12 @@ class Ring:
             workers, clients = [], []
             for index, layers in enumerate(ranges):
                 options = WorkerOptions(
-                    model=str(model), layers=layers, threads=threads, context_tokens=capacity_tokens, sessions=1
+                    model=str(model),
+                    layers=layers,
+                    engine=engine,
+                    threads=threads,
+                    context_tokens=capacity_tokens,
+                    sessions=1,
                 )
                 plan = WorkerPlan(
                     binary=binary,
@@ -102,8 +114,9 @@ class Ring:
                 clients.append(pool.worker(worker.address, shard_id=worker.shard_id, hop_index=index))
             yield cls(workers, clients, capacity_tokens)
 
-    async def run(self, prompt: Sequence[int], new_tokens: int) -> Run:
-        """One greedy generation in a session of its own.
+    async def run(self, prompt: Sequence[int], new_tokens: int, *, chunk_tokens: int = 0) -> Run:
+        """One greedy generation of two tokens or more, in a session of its own. ``chunk_tokens`` 0 leaves the prefill
+        chunk to the head.
 
         Raises:
             WorkerError: it failed or ended early.
@@ -113,7 +126,11 @@ class Ring:
         before = await self._decoded_us()
         await asyncio.gather(*(self._open(index, ticket) for index, ticket in enumerate(tickets)))
         request = pb.GenerateRequest(
-            ticket=ticket_to_message(tickets[0]), tokens=prompt, max_new_tokens=new_tokens, ignore_eog=True
+            ticket=ticket_to_message(tickets[0]),
+            tokens=prompt,
+            max_new_tokens=new_tokens,
+            ignore_eog=True,
+            chunk_tokens=chunk_tokens,
         )
         arrivals_s: list[float] = []
         began_s = time.perf_counter()
