@@ -40,7 +40,9 @@ class Repair : public testing::TestWithParam<std::string> {
             if (const Status status = make_llama_engine(ranged, engine); !status.ok()) {
                 throw std::runtime_error(status.message);
             }
-            return std::make_unique<test::Hop>(std::move(engine));
+            WorkerOptions options;
+            options.orphan_timeout_ms = 600'000;  // a replacement may take long to load
+            return std::make_unique<test::Hop>(std::move(engine), options);
         };
     }
 
