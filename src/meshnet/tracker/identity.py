@@ -12,6 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from meshnet.errors import IdentityRefused, LeaseLost
 from meshnet.tracker.messages import Challenge, Registration, registration_text
+from meshnet.tracker.nodes import Node
 
 #: A node answers at once; slow lines and a busy machine included.
 CHALLENGE_TTL_S = 30.0
@@ -68,3 +69,24 @@ class Challenges:
             raise IdentityRefused(
                 f"the registration of node {node_id} is not signed by the key that it names"
             ) from error
+
+
+def check_identity(known: Node, registration: Registration, *, silent_s: float | None, lease_ttl_s: float) -> None:
+    """Whether who registers may be the node that is known by that id.
+
+    ``silent_s`` is how long ago the node has reported, None if it has no good lease.
+
+    Raises:
+        IdentityRefused: the node has another key, or is running on another machine.
+    """
+    if known.public_key not in (None, registration.public_key):
+        raise IdentityRefused(
+            f"node {known.node_id} is known here with another key; restore its node.key, or delete node.json in "
+            "the state directory to become a new node"
+        )
+    if silent_s is not None and known.machine not in (None, registration.machine):
+        raise IdentityRefused(
+            f"node {known.node_id} is running elsewhere (last seen {silent_s:.1f} s ago): its identity was copied, "
+            "or has moved here while it still runs there. Stop it there and start this one "
+            f"{lease_ttl_s:g} s later, or give this one a --state-dir of its own"
+        )

@@ -154,3 +154,13 @@ def known_model(row: ModelRow) -> KnownModel:
         n_layer=row.n_layer,
         first_seen_unix_s=row.first_seen_unix_s,
     )
+
+
+def differs(before: ShardAdvertisement | None, now: ShardAdvertisement) -> bool:
+    """Whether a shard is another one than it was under the same id."""
+    return before is not None and (before.shard, before.worker_key) != (now.shard, now.worker_key)
+
+
+def substance(shards: dict[str, ShardAdvertisement]) -> dict[str, tuple[Shard, str]]:
+    """What is kept of the advertisements: all but load and times."""
+    return {shard_id: (one.shard, one.worker_key) for shard_id, one in shards.items()}

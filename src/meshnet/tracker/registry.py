@@ -10,14 +10,15 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AsyncExitStack
 from dataclasses import replace
 
 from sqlalchemy import update
 
 from meshnet.core import Shard
-from meshnet.errors import IdentityRefused, LeaseLost
-from meshnet.tracker.database import Database, ShardRow
-from meshnet.tracker.identity import Challenges
+from meshnet.errors import LeaseLost
+from meshnet.tracker.database import Database, ModelRow, ShardRow
+from meshnet.tracker.identity import Challenges, check_identity
 from meshnet.tracker.messages import (
     Assignment,
     Challenge,
@@ -37,9 +38,11 @@ from meshnet.tracker.nodes import (
     KnownModel,
     Node,
     RefusedShard,
+    differs,
     known_model,
     new_models,
     read_kept,
+    substance,
     write_node,
 )
 from meshnet.tracker.plausible import implausible
@@ -82,8 +85,9 @@ class Registry:
         self._at: dict[str, str] = {}
         self._neighbourhoods = Neighbourhoods()
         self._neighbours: dict[str, tuple[float, tuple[Neighbour, ...]]] = {}
-        # Held over each change of a node, so that memory and database change in the same order.
-        self._changing = asyncio.Lock()
+        # By node, held over each of its changes, so that memory and database change in the same order. One lock for all
+        # would let every heartbeat wait for the database whenever a node comes or goes.
+        self._changing: dict[str, asyncio.Lock] = {}
         #: Set whenever a shard has come or gone.
         self.changed = asyncio.Event()
         #: What the planner wants of a node; None for a node that takes no orders. Set by whoever plans.
@@ -116,10 +120,12 @@ class Registry:
             IdentityRefused: the signature or the key is wrong, or the node is alive on another machine.
         """
         self._challenges.check(node_id, registration)
-        async with self._changing:
+        async with self._changes_of(node_id):
             known = self._nodes.get(node_id)
             if known is not None:
-                self._check_identity(known, registration)
+                live = known.state == LIVE and self._in_time(known)
+                silent_s = self.now_s() - known.reported_s if live else None
+                check_identity(known, registration, silent_s=silent_s, lease_ttl_s=self._settings.lease_ttl_s)
             node = Node(
                 node_id=node_id,
                 lease_epoch=known.lease_epoch + 1 if known else 1,
@@ -151,13 +157,13 @@ class Registry:
         Raises:
             LeaseLost: the lease is unknown, has run out, or was taken over.
         """
-        async with self._changing:
+        async with self._changes_of(node_id):
             node = self._leased(node_id, beat.lease_epoch, beat.instance)
             offered, refused = self._judge(node, beat.shards)
-            if _substance(node.shards) != _substance(offered):
+            if substance(node.shards) != substance(offered):
                 # What was proven of a shard says nothing about another one under the same id.
                 self._readiness.forget(
-                    shard_id for shard_id, one in offered.items() if _differs(node.shards.get(shard_id), one)
+                    shard_id for shard_id, one in offered.items() if differs(node.shards.get(shard_id), one)
                 )
                 await self._store(replace(node, shards=offered))
             self._replace_shards(node, offered)
@@ -178,7 +184,7 @@ class Registry:
         Raises:
             LeaseLost: the lease is unknown, has run out, or was taken over.
         """
-        async with self._changing:
+        async with self._changes_of(node_id):
             self._renew(self._leased(node_id, lease_epoch, instance))
 
     async def deregister(self, node_id: str, departure: Departure) -> None:
@@ -187,19 +193,23 @@ class Registry:
         Raises:
             LeaseLost: the lease is unknown, has run out, or was taken over.
         """
-        async with self._changing:
+        async with self._changes_of(node_id):
             node = self._leased(node_id, departure.lease_epoch, departure.instance)
             await self._end(node, LEFT)
         log.info("node %s left", node_id)
 
     async def expire(self) -> tuple[str, ...]:
         """Mark nodes whose lease has run out as lost, and return their ids."""
-        async with self._changing:
-            late = [node for node in self._nodes.values() if node.state == LIVE and not self._in_time(node)]
-            for node in late:
-                await self._end(node, LOST)
-                log.warning("node %s lost: no heartbeat for %g s", node.node_id, self._settings.lease_ttl_s)
-        return tuple(node.node_id for node in late)
+        lost = []
+        for node_id in [node.node_id for node in self._nodes.values() if self._is_late(node)]:
+            async with self._changes_of(node_id):
+                node = self._nodes[node_id]
+                # It may have registered while this waited.
+                if self._is_late(node):
+                    await self._end(node, LOST)
+                    lost.append(node_id)
+                    log.warning("node %s lost: no heartbeat for %g s", node_id, self._settings.lease_ttl_s)
+        return tuple(lost)
 
     async def prove(self, shard_ids: Collection[str]) -> None:
         """A probe has gone through these shards: sessions may use them. Those withdrawn meanwhile are left out."""
@@ -248,24 +258,15 @@ class Registry:
         """Artifacts ever advertised, by name and digest."""
         return tuple(model for _, model in sorted(self._models.items()))
 
-    def _check_identity(self, known: Node, registration: Registration) -> None:
-        if known.public_key not in (None, registration.public_key):
-            raise IdentityRefused(
-                f"node {known.node_id} is known here with another key; restore its node.key, or delete node.json in "
-                "the state directory to become a new node"
-            )
-        live = known.state == LIVE and self._in_time(known)
-        if live and known.machine not in (None, registration.machine):
-            silent_s = self.now_s() - known.reported_s
-            raise IdentityRefused(
-                f"node {known.node_id} is running elsewhere (last seen {silent_s:.1f} s ago): its identity was copied, "
-                "or has moved here while it still runs there. Stop it there and start this one "
-                f"{self._settings.lease_ttl_s:g} s later, or give this one a --state-dir of its own"
-            )
+    def _changes_of(self, node_id: str) -> asyncio.Lock:
+        return self._changing.setdefault(node_id, asyncio.Lock())
 
     def _good_from_s(self) -> float:
         """Reports later than this keep a lease."""
         return self.now_s() - self._settings.lease_ttl_s
+
+    def _is_late(self, node: Node) -> bool:
+        return node.state == LIVE and not self._in_time(node)
 
     def _in_time(self, node: Node) -> bool:
         return node.reported_s > self._good_from_s()
@@ -366,7 +367,10 @@ class Registry:
             del self._at[address]
 
     async def _set_proven(self, shard_ids: Collection[str], *, proven: bool, reason: str = "") -> None:
-        async with self._changing:
+        async with AsyncExitStack() as changes:
+            # Always in the same order, so that two of these never wait for each other.
+            for node_id in sorted({self._owners[shard_id] for shard_id in shard_ids if shard_id in self._owners}):
+                await changes.enter_async_context(self._changes_of(node_id))
             there = [shard_id for shard_id in shard_ids if shard_id in self._owners]
             changing = [shard_id for shard_id in there if self._readiness.is_proven(shard_id) != proven]
             if changing:
@@ -388,15 +392,9 @@ class Registry:
         rows = new_models(node, self._models.keys())
         async with self._database.writing() as session:
             await write_node(session, node, self._readiness.is_proven)
-            session.add_all(rows)
+            for row in rows:
+                # Another node may have offered it first at the same moment.
+                if await session.get(ModelRow, (row.model, row.artifact_digest)) is None:
+                    session.add(row)
         for row in rows:
             self._remember(known_model(row))
-
-
-def _differs(before: ShardAdvertisement | None, now: ShardAdvertisement) -> bool:
-    return before is not None and (before.shard, before.worker_key) != (now.shard, now.worker_key)
-
-
-def _substance(shards: dict[str, ShardAdvertisement]) -> dict[str, tuple[object, str]]:
-    """What is kept of the advertisements: all but load and times."""
-    return {shard_id: (one.shard, one.worker_key) for shard_id, one in shards.items()}
