@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations, pairwise
 from statistics import mean
 
@@ -99,7 +102,7 @@ def cost(
         prefill_us = offer.prefill_us or mean([o.prefill_us for o in kin if o.prefill_us] or [200.0])
         decode_us = offer.decode_us or mean([o.decode_us for o in kin if o.decode_us] or [1000.0])
         work_us = request.prompt_tokens * prefill_us + request.answer_tokens * decode_us
-        time_us += len(shard.layers) * round(work_us * (1.0 + offer.busy * 4 + 0.02 * offer.recent))
+        time_us += len(shard.layers) * round(work_us * (1.0 + offer.busy * 4 + 0.05 * offer.recent))
     for giver, taker in pairwise(hops):
         link = links.get((giver.node_id, taker.node_id), Link(1.0, 100e6))
         time_us += 1 + round(500.0 * link.rtt_ms * (request.answer_tokens + 1))
@@ -229,3 +232,114 @@ def test_the_reason_follows_the_route_that_gets_furthest() -> None:
         [make_shard("a", "0:2"), make_shard("c", "0:5", build="b2"), make_shard("d", "6:8", build="b2")]
     )
     assert told == "gap at layer 5: no ready shard holds layers 5:6"
+
+
+# ------------------------------------------------------------------------------------------------------ sharing load
+
+
+def shares(offered: Sequence[Offer], n_requests: int, *, lasting: int) -> list[int]:
+    """Sessions per shard, in the order given, of equal requests each of which is open while ``lasting`` more come."""
+    open_sessions: list[list[str]] = []
+    given: Counter[str] = Counter()
+    for _ in range(n_requests):
+        busy = Counter(shard_id for session in open_sessions for shard_id in session)
+        snapshot = [
+            replace(
+                offer,
+                busy=busy[offer.shard.shard_id] / offer.shard.session_slots,
+                recent=given[offer.shard.shard_id],
+            )
+            for offer in offered
+        ]
+        chosen = [shard.shard_id for shard in choose_route("tiny", snapshot).shards]
+        given.update(chosen)
+        open_sessions = [*open_sessions, chosen][-lasting:] if lasting else []
+    return [given[offer.shard.shard_id] for offer in offered]
+
+
+def replicas(number: int, *, prefill_us: Sequence[float] = (100.0,)) -> list[Offer]:
+    """Twelve ranges of two layers, ``number`` shards each, whose costs are taken in turn from ``prefill_us``."""
+    return [
+        Offer(
+            make_shard(f"s{start}-{copy}", f"{start}:{start + 2}", n_layer=24, slots=16),
+            prefill_us=prefill_us[copy % len(prefill_us)],
+            decode_us=10 * prefill_us[copy % len(prefill_us)],
+        )
+        for start in range(0, 24, 2)
+        for copy in range(number)
+    ]
+
+
+@pytest.mark.parametrize("lasting", [0, 1, 8])
+def test_equal_replicas_take_turns(lasting: int) -> None:
+    assert shares(replicas(3), 30, lasting=lasting) == [10] * 36
+
+
+@pytest.mark.parametrize("lasting", [0, 1, 8])
+def test_no_replica_has_much_more_than_the_mean(lasting: int) -> None:
+    # Measured costs of equal machines are never quite equal.
+    given = shares(replicas(3, prefill_us=(100.0, 103.0, 97.0)), 90, lasting=lasting)
+    assert max(given) <= 1.3 * 30
+    assert sum(given) == 12 * 90
+
+
+def test_a_faster_replica_gets_more() -> None:
+    slow, fast = shares(
+        [
+            Offer(make_shard("slow", "0:8", slots=16), prefill_us=200.0, decode_us=2000.0),
+            Offer(make_shard("fast", "0:8", slots=16), prefill_us=100.0, decode_us=1000.0),
+        ],
+        90,
+        lasting=6,
+    )
+    assert 1.5 * slow <= fast <= 2.5 * slow
+
+
+def test_a_full_replica_is_used_only_if_there_is_no_other() -> None:
+    full = Offer(make_shard("full", "0:8"), free_slots=0, prefill_us=1.0, decode_us=1.0)
+    slow = Offer(make_shard("slow", "0:8"), free_slots=1, busy=0.9, prefill_us=900.0, decode_us=900.0)
+    assert choose_route("tiny", [full, slow]).shards[0].shard_id == "slow"
+    assert choose_route("tiny", [full]).shards[0].shard_id == "full"
+
+
+def test_the_request_decides_between_fast_prefill_and_fast_decode() -> None:
+    offered = [
+        Offer(make_shard("reads", "0:8"), prefill_us=10.0, decode_us=1000.0),
+        Offer(make_shard("writes", "0:8"), prefill_us=100.0, decode_us=100.0),
+    ]
+    long_prompt = RouteRequest(prompt_tokens=10_000, answer_tokens=10)
+    long_answer = RouteRequest(prompt_tokens=10, answer_tokens=10_000)
+    assert choose_route("tiny", offered, request=long_prompt).shards[0].shard_id == "reads"
+    assert choose_route("tiny", offered, request=long_answer).shards[0].shard_id == "writes"
+
+
+def test_a_part_of_an_overlapping_shard_is_used() -> None:
+    shards = [make_shard("a", "0:5", cuts=range(1, 5)), make_shard("b", "3:8", cuts=range(4, 8))]
+    route = choose_route("tiny", map(Offer, shards))
+    assert [shard.shard_id for shard in route.shards] == ["a", "b"]
+    assert route.shards[0].layers.end == route.shards[1].layers.start in (3, 4, 5)
+
+
+def test_a_broken_route_keeps_what_survives() -> None:
+    offered = [
+        Offer(make_shard("a", "0:3", cuts=[1, 2]), busy=0.75),
+        Offer(make_shard("c", "5:8"), free_slots=0),
+        Offer(make_shard("spare", "3:5")),
+        Offer(make_shard("whole", "0:8"), prefill_us=0.1, decode_us=0.1),
+    ]
+    keep = {"a": LayerRange(start=0, end=3), "c": LayerRange(start=5, end=8)}
+    assert [shard.shard_id for shard in choose_route("tiny", offered).shards] == ["whole"]
+    repaired = choose_route("tiny", offered, avoid=("b",), keep=keep)
+    assert [shard.shard_id for shard in repaired.shards] == ["a", "spare", "c"]
+
+
+def test_a_thousand_shards_are_searched_in_a_moment() -> None:
+    offered = replicas(84)
+    choose_route("tiny", offered)
+    took_s = []
+    for _ in range(20):
+        began_s = time.perf_counter()
+        choose_route("tiny", offered)
+        took_s.append(time.perf_counter() - began_s)
+    # About a millisecond; far above that so as not to judge the machine.
+    assert min(took_s) < 0.02

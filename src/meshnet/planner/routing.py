@@ -42,7 +42,7 @@ DEFAULT_DECODE_US = 1000.0
 DEFAULT_LINK = Link(rtt_ms=1.0, bytes_per_s=100e6)
 
 #: How much of an open session a recently opened one counts. Small: it only decides between what is about equal.
-RECENT_WEIGHT = 0.02
+RECENT_WEIGHT = 0.05
 
 #: Where links are measured, the cheapest few shards of a shape are looked at singly, the ring is tried for a few heads,
 #: and a few ways to a place are followed up: as many as these allow, shared out among the shapes.
@@ -90,7 +90,7 @@ def _with_room(
 ) -> tuple[Shard, ...] | None:
     """Leaves out shards that are too small for the session, as long as a route remains."""
     wanted = request.capacity_tokens
-    roomy = [offer for offer in usable if offer.shard.session_capacity_tokens >= wanted]
+    roomy = [offer for offer in usable if offer.shard.session_capacity_tokens >= wanted] if wanted else usable
     neutral_us = _neutral_us(usable)
     found = _Search(roomy, request, keep, links, neutral_us).best()
     if found is not None or len(roomy) == len(usable):
@@ -180,22 +180,21 @@ class _Search:
         prompt, answer = self.request.prompt_tokens, self.request.answer_tokens
         prefill_us, decode_us = self.neutral_us
         linked = bool(self.links)
+        singled_out = self.entrances.keys() | self.keep.keys()
         groups: dict[tuple[Shape, str | None], list[tuple[int, int, float, str, Offer]]] = {}
         for offer in self.offers:
             shard = offer.shard
             shard_id = shard.shard_id
-            work_us = prompt * (prefill_us if offer.prefill_us is None else offer.prefill_us) + answer * (
-                decode_us if offer.decode_us is None else offer.decode_us
-            )
-            busy = offer.busy
-            rate_us = min(
-                _MAX_RATE_US, round(work_us * (1.0 + busy * shard.session_slots + RECENT_WEIGHT * offer.recent))
-            )
-            free_slots = offer.free_slots
+            read_us, write_us = offer.prefill_us, offer.decode_us
+            work_us = prompt * (prefill_us if read_us is None else read_us)
+            work_us += answer * (decode_us if write_us is None else write_us)
+            busy, recent, free_slots = offer.busy, offer.recent, offer.free_slots
+            rate_us = round(work_us * (1.0 + busy * shard.session_slots + RECENT_WEIGHT * recent))
+            if rate_us > _MAX_RATE_US:
+                rate_us = _MAX_RATE_US
             full = busy >= 1.0 if free_slots is None else free_slots <= 0
-            alone = shard_id if shard_id in self.entrances or shard_id in self.keep else None
-            key = (shape_of(shard), alone)
-            ranked = (_FULL if full else 0, rate_us, offer.recent, shard_id, offer)
+            key = (shape_of(shard), shard_id if shard_id in singled_out else None)
+            ranked = (_FULL if full else 0, rate_us, recent, shard_id, offer)
             known = groups.get(key)
             if known is None:
                 groups[key] = [ranked]
