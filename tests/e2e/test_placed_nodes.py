@@ -15,7 +15,8 @@ from meshnet.cli.children import Child
 from meshnet.core import LayerRange, Telemetry
 from meshnet.tracker.messages import NodeStatus
 from tests.e2e.swarm_mesh import SwarmMesh
-from tests.support.mesh import API_KEY, child_pids, gone, mesh, until
+from tests.support.mesh import API_KEY, child_pids, end, gone, mesh, until
+from tests.support.tiny_models import tiny_llama
 
 NAME = "placed"
 #: Of the model's layers with little cache: less than all, more than half.
@@ -29,10 +30,10 @@ TEXTS = 5
 class LentMesh(SwarmMesh):
     """Nodes that lend their memory, each with a store of its own."""
 
-    async def lent_node(self, store: str) -> Child:
+    async def lent_node(self, store: str, memory: str = MEMORY) -> Child:
         """Start a node that takes what it is given; again with the same store: the same node."""
         self._nodes += 1
-        arguments = ["node", "--tracker", self.url, "--memory", MEMORY, "--threads", "1", "--json"]
+        arguments = ["node", "--tracker", self.url, "--memory", memory, "--threads", "1", "--json"]
         return await self.started.start(f"node {self._nodes}", arguments, self.environment_of(store))
 
     async def ready(self, n_nodes: int) -> dict[str, NodeStatus]:
@@ -131,3 +132,24 @@ async def test_a_worker_alone_is_replaced_by_its_own_node(tmp_path: Path) -> Non
         after = await running.ready(2)
         assert layers_of(after) == layers_of(before)
         await asyncio.gather(*(running.withdrawn(shard_id) for shard_id in telemetry.missing_hops))
+
+
+async def test_one_node_holds_two_models_and_lets_go_of_them_when_it_is_stopped(tmp_path: Path) -> None:
+    models = {f"tiny-{n_layer}": tiny_llama(n_layer=n_layer) for n_layer in (2, 3)}
+    async with mesh(tmp_path) as empty:
+        running = LentMesh(empty.directory, empty.started)
+        await running.serve(*(option for name in models for option in ("--deploy", f"{name}:context=128,sessions=1")))
+        for name, model in models.items():
+            await running.seed(model, "--name", name, store=f"seed-{name}")
+        child = await running.lent_node("store", "2GB")
+        (node,) = (await running.ready(1)).values()
+        assert {shard.model: str(shard.layers) for shard in node.shards} == {"tiny-2": "0:2", "tiny-3": "0:3"}
+        for name in models:
+            text, _ = await running.answer(name, "Hello", 4)
+            assert text
+        workers = child_pids(child.process.pid)
+        assert len(workers) == 2
+        assert await end(child) == 0
+        await gone(*workers)
+        (left,) = (await running.nodes()).values()
+        assert (left.state, left.shards) == ("left", ())

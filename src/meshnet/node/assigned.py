@@ -254,11 +254,12 @@ class AssignedRanges:
 
 
 class _Gated:
-    """A model whose worker may start only when there is memory for it."""
+    """A model whose worker may start for the first time only when there is memory for it."""
 
     def __init__(self, source: ModelSource, may_load: Callable[[], Awaitable[None]]) -> None:
         self._source = source
         self._may_load = may_load
+        self._has_room = False
 
     @property
     def pull_ms(self) -> int | None:
@@ -269,7 +270,9 @@ class _Gated:
 
     async def prepare(self) -> None:
         await self._source.prepare()
-        await self._may_load()
+        if not self._has_room:
+            await self._may_load()
+            self._has_room = True
 
     def check(self) -> None:
         self._source.check()

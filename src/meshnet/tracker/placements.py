@@ -79,6 +79,8 @@ class Placements:
         self._recipes = recipes
         self._open_on = open_on
         self._cuts = KnownCuts()
+        #: Shards that it has learned from, of those that are there.
+        self._learned: set[str] = set()
         self._facts: dict[str, ModelFacts | None] = {}
         self._deployed: dict[str, _Deployed] = {}
         #: What each node was told, by digest; also of those that vanished a moment ago.
@@ -112,7 +114,10 @@ class Placements:
             try:
                 await self.plan()
             except MeshnetError as error:
-                log.error("planning failed, trying again: %s", error)
+                log.error("placement failed, trying again: %s", error)
+            except Exception:
+                # Whatever it is, nodes that are lost later must be replaced.
+                log.exception("placement failed, trying again")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.plan_every_s):
                     await self._wake.wait()
@@ -126,9 +131,9 @@ class Placements:
         now_s = self._registry.now_s()
         if self._began_s is None:
             self._began_s = now_s
-        nodes = self._registry.nodes()
-        if not self._placed and all(node.capacity is None for node in nodes):
+        if not self._placed and all(node.capacity is None for node in self._registry.live()):
             return
+        nodes = self._registry.nodes()
         if any(node.state == LIVE and node.reported_s < self._began_s for node in nodes):
             return  # after a restart: what it holds is not known yet
         self._look(nodes, now_s)
@@ -172,8 +177,9 @@ class Placements:
         """Take note of what nodes found out about cuts and failed at, and forget what is over."""
         failing = set()
         for node in nodes:
-            for advertised in node.shards.values():
-                self._cuts.learn(advertised.shard)
+            for shard_id, advertised in node.shards.items():
+                if shard_id not in self._learned:
+                    self._cuts.learn(advertised.shard)
             for activity in node.activities if node.state == LIVE else ():
                 if activity.refused:
                     self._cuts.refuse(activity.artifact_digest, activity.layers)
@@ -186,6 +192,7 @@ class Placements:
             over = node.state != LIVE and now_s - node.reported_s >= self._settings.placement_grace_s
             if over and self._placed.pop(node.node_id, None) is not None:
                 self._told.pop(node.node_id, None)
+        self._learned = {shard_id for node in nodes for shard_id in node.shards}
         for pair in failing:
             if now_s - self._failing.setdefault(pair, now_s) >= FAILING_S:
                 self._excluded[pair] = now_s + EXCLUDED_S
