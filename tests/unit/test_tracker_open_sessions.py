@@ -91,6 +91,17 @@ def test_suspicion_ends() -> None:
     assert book.suspects(18.0) == frozenset()
 
 
+def test_shards_whose_sessions_changed_are_told_once() -> None:
+    book = OpenSessions()
+    first = session("1", "a", "b")
+    book.add(first)
+    assert (book.take_changed(), book.take_changed()) == ({"a", "b"}, set())
+    book.reroute(first, epoch=2, hops=hops("a", "c"), expires_unix_s=2000)
+    assert book.take_changed() == {"a", "b", "c"}
+    book.remove("1")
+    assert book.take_changed() == {"a", "c"}
+
+
 def test_nothing_is_kept_for_ever() -> None:
     book = OpenSessions()
     for number in range(100):
@@ -98,5 +109,6 @@ def test_nothing_is_kept_for_ever() -> None:
         book.suspect([f"shard-{number}"], 15.0)
         book.remove(str(number))
     book.tidy(10.0 + LONGEST_UNREPORTED_S + 1)
+    book.take_changed()
     state = {name: len(value) for name, value in vars(book).items()}
     assert state == dict.fromkeys(state, 0)

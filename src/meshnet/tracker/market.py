@@ -4,7 +4,7 @@ their nodes."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from meshnet.core import Replacement
 from meshnet.planner.offers import NO_LINKS, Link, Links, Offer
@@ -15,21 +15,21 @@ from meshnet.tracker.registry import Registry
 #: Links are measured now and then, and looked at for every session: they are read this often.
 LINKS_S = 2.0
 
+#: What a shard was given lately fades; an offer that tells of it is made anew after this.
+FRESH_S = 1.0
+
 
 @dataclass(slots=True)
 class _Known:
-    """A shard as its last report has it."""
+    """A shard as its last report has it; ``offer`` is good until ``until_s``."""
 
     advertised: ShardAdvertisement
     node_id: str
-    #: As if nothing had been given to it since.
-    offer: Offer = field(init=False)
+    offer: Offer | None = None
+    until_s: float = math.inf
 
-    def __post_init__(self) -> None:
-        self.offer = self.busier(0, 0.0)
-
-    def busier(self, given: int, lately: float) -> Offer:
-        """The offer after ``given`` sessions that the report does not count."""
+    def offer_with(self, given: int, lately: float) -> Offer:
+        """The offer, if ``given`` sessions came since the report."""
         shard, load = self.advertised.shard, self.advertised.load
         # What the worker counted itself, and what was sent there since: a session whose gateway has vanished stays
         # open here until its lease ends, on the worker only until it notices.
@@ -46,8 +46,7 @@ class _Known:
 
 
 class Market:
-    """A view of both. A route is asked for far more often than a node reports, so what follows from a report alone is
-    worked out once."""
+    """A view of both. An offer is made when its shard reports or its sessions change, not whenever it is looked at."""
 
     def __init__(self, registry: Registry, open_sessions: OpenSessions) -> None:
         self._registry = registry
@@ -59,7 +58,10 @@ class Market:
     def offers(self, model: str | None = None, *, artifact_digest: str | None = None) -> list[Offer]:
         """Every ready shard that takes sessions now, with its load; of one model, of one artifact."""
         now_s = self._registry.now_s()
-        is_ready, known, given_to = self._registry.is_ready, self._known, self._open.given_to
+        is_ready, known = self._registry.is_ready, self._known
+        for shard_id in self._open.take_changed():
+            if shard_id in known:
+                known[shard_id].offer = None
         found: list[Offer] = []
         for node in self._registry.live():
             for shard_id, advertised in node.shards.items():
@@ -71,11 +73,10 @@ class Market:
                     continue
                 if (artifact_digest is not None and shard.artifact_digest != artifact_digest) or not is_ready(shard_id):
                     continue
-                if shard_id in given_to:
-                    given = self._open.given_since(shard_id, node.reported_s)
-                    found.append(one.busier(given, self._open.given_lately(shard_id, now_s)))
-                else:
-                    found.append(one.offer)
+                offer = one.offer
+                if offer is None or now_s >= one.until_s:
+                    offer = self._renew(shard_id, one, node.reported_s)
+                found.append(offer)
         return found
 
     def node_of(self, shard_id: str) -> str:
@@ -103,6 +104,13 @@ class Market:
         there = {shard_id for node in self._registry.live() for shard_id in node.shards}
         for shard_id in self._known.keys() - there:
             del self._known[shard_id]
+
+    def _renew(self, shard_id: str, one: _Known, reported_s: float) -> Offer:
+        now_s = self._registry.now_s()
+        lately = self._open.given_lately(shard_id, now_s)
+        one.offer = one.offer_with(self._open.given_since(shard_id, reported_s), lately)
+        one.until_s = now_s + FRESH_S if lately else math.inf
+        return one.offer
 
     def _measured(self) -> Links:
         nodes = list(self._registry.live())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from meshnet.core import LayerRange
@@ -57,6 +57,7 @@ class OpenSessions:
         #: Per shard, how many sessions it was given lately as of when.
         self._given: dict[str, tuple[float, float]] = {}
         self._suspect_until_s: dict[str, float] = {}
+        self._changed: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -76,6 +77,7 @@ class OpenSessions:
         """Give an open session another route. Only shards that it did not use yet get busier."""
         before = {hop.shard_id for hop in session.hops}
         self._on.subtract(before)
+        self._changed |= before
         session.epoch, session.hops, session.expires_unix_s = epoch, hops, expires_unix_s
         self._use(session, (hop.shard_id for hop in hops if hop.shard_id not in before))
         self._drop_zeros(before)
@@ -86,6 +88,7 @@ class OpenSessions:
         if session is not None:
             used = {hop.shard_id for hop in session.hops}
             self._on.subtract(used)
+            self._changed |= used
             self._drop_zeros(used)
         return session
 
@@ -93,10 +96,10 @@ class OpenSessions:
         """How many use this shard."""
         return self._on[shard_id]
 
-    @property
-    def given_to(self) -> Container[str]:
-        """Shards that were given a session lately; for all others ``given_since`` and ``given_lately`` are 0."""
-        return self._given
+    def take_changed(self) -> set[str]:
+        """Shards whose sessions have changed since this was asked last."""
+        changed, self._changed = self._changed, set()
+        return changed
 
     def given_since(self, shard_id: str, reported_s: float) -> int:
         """How many open sessions this shard was given at or after its worker's last report."""
@@ -136,14 +139,12 @@ class OpenSessions:
         self._suspect_until_s = {key: until_s for key, until_s in self._suspect_until_s.items() if now_s < until_s}
         for shard_id in list(self._recent):
             self.given_since(shard_id, now_s - LONGEST_UNREPORTED_S)
-        self._given = {
-            key: given
-            for key, given in self._given.items()
-            if key in self._recent or self.given_lately(key, now_s) > FADED
-        }
+        self._given = {key: given for key, given in self._given.items() if self.given_lately(key, now_s) > FADED}
 
     def _use(self, session: OpenSession, newly: Iterable[str]) -> None:
-        self._on.update({hop.shard_id for hop in session.hops})
+        used = {hop.shard_id for hop in session.hops}
+        self._on.update(used)
+        self._changed |= used
         now_s = session.renewed_s
         for shard_id in newly:
             self._recent.setdefault(shard_id, deque()).append((now_s, session.session_id))
