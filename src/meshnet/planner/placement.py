@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 
 from meshnet.core import LayerRange
@@ -174,61 +175,62 @@ class _Board:
         self._fill_partly(want)
 
     def replicate(self, want: Wanted) -> None:
-        while want.replicas > 1 and not self.uncovered(want):
-            coverage = self.coverage(want)
-            if min(coverage) >= want.replicas:
+        coverage = self.coverage(want)
+        if min(coverage) == 0:
+            return
+        free, ranges = self.idle(want), {layers for _, layers in self.holders(want)}
+        while min(coverage) < want.replicas:
+            weakest = coverage.index(min(coverage))
+            why = f"layer {weakest} has {coverage[weakest]} of {want.replicas} replicas"
+            helped = self._help(want, weakest, why, free, ranges)
+            if helped is None:
                 return
-            weakest = min(range(len(coverage)), key=lambda layer: (coverage[layer], layer))
-            if not self._help(want, weakest, f"layer {weakest} has {coverage[weakest]} of {want.replicas} replicas"):
-                return
+            for layer in range(helped[1].start, helped[1].end):
+                coverage[layer] += 1
 
     def help_slowest(self) -> None:
         """Nodes that still hold nothing go where a layer's holders together are slowest."""
         for want in self.wanted:
-            while True:
-                holding = {node_id for node_id, _ in self.ranges}
-                if all(node.node_id in holding for node in self.nodes if self.here(node)):
-                    return
-                if self.uncovered(want):
+            holding = {node_id for node_id, _ in self.ranges}
+            free = [node for node in self.idle(want) if node.node_id not in holding]
+            if not free or self.uncovered(want):
+                continue
+            holders = self.holders(want)
+            ranges = {layers for _, layers in holders}
+            # Ranges per microsecond, by layer.
+            rate = [0.0] * want.facts.n_layer
+            while free:
+                for node, layers in holders:
+                    for layer in range(layers.start, layers.end):
+                        rate[layer] += 1.0 / (len(layers) * node.us_per_layer(want.model) + _SEAM_US)
+                slowest = rate.index(min(rate))
+                helped = self._help(want, slowest, f"its range round layer {slowest} is the slowest", free, ranges)
+                if helped is None:
                     break
-                slowest = self._slowest_layer(want)
-                if not self._help(want, slowest, f"its range round layer {slowest} is the slowest", only_idle=True):
-                    break
+                holders = [helped]
 
     # --------------------------------------------------------------------------------------------------- the means
 
-    def _slowest_layer(self, want: Wanted) -> int:
-        """The first layer of the range whose holders together take longest for it."""
-        rate = [0.0] * want.facts.n_layer
-        for node, layers in self.holders(want):
-            speed = 1.0 / (len(layers) * node.us_per_layer(want.model) + _SEAM_US)
-            for layer in range(layers.start, layers.end):
-                rate[layer] += speed
-        return min(range(len(rate)), key=lambda layer: (rate[layer], layer))
-
-    def _help(self, want: Wanted, layer: int, why: str, *, only_idle: bool = False) -> bool:
-        """One more holder of ``layer``: of a range that somebody holds if it fits, so that they can take turns."""
-        holding = {node_id for node_id, _ in self.ranges}
-        ranges = sorted(
-            {layers for _, layers in self.holders(want) if layer in range(layers.start, layers.end)}, key=_longest
-        )
-        for node in self.idle(want):
-            if only_idle and node.node_id in holding:
-                continue
-            for layers in ranges:
-                if self.fits(node, want, layers):
-                    self.give(node, want, layers, why)
-                    return True
-            part = self._largest_from(node, want, ranges[0], layer)
-            if part is not None:
-                self.give(node, want, part, why)
-                return True
-        return False
+    def _help(
+        self, want: Wanted, layer: int, why: str, free: list[NodeFacts], ranges: set[LayerRange]
+    ) -> tuple[NodeFacts, LayerRange] | None:
+        """One more holder of ``layer``, the first of ``free`` that can, who is then taken out of it: of one of
+        ``ranges``, which are held already, if that fits, so that holders can take turns."""
+        held = sorted((layers for layers in ranges if layers.start <= layer < layers.end), key=_longest)
+        for index, node in enumerate(free):
+            whole = next((layers for layers in held if self.fits(node, want, layers)), None)
+            layers = whole or self._largest_from(node, want, held[0], layer)
+            if layers is not None:
+                self.give(node, want, layers, why)
+                ranges.add(layers)
+                del free[index]
+                return node, layers
+        return None
 
     def _largest_from(self, node: NodeFacts, want: Wanted, within: LayerRange, layer: int) -> LayerRange | None:
         """The longest part of ``within`` that has ``layer`` in it and fits."""
         ends = [end for end in want.facts.ends if within.start <= end <= within.end]
-        parts = [LayerRange(start=start, end=end) for start in ends for end in ends if start <= layer < end]
+        parts = [_range(start, end) for start in ends for end in ends if start <= layer < end]
         # Of those equally long, the one that begins there: what is before it has enough holders.
         parts.sort(key=lambda part: (-len(part), abs(part.start - layer)))
         return next((part for part in parts if self.fits(node, want, part)), None)
@@ -272,7 +274,7 @@ class _Board:
             grown = dict(best)
             for first, (cost, parts) in best.items():
                 for last in range(first + 1, len(ends)):
-                    layers = LayerRange(start=ends[first], end=ends[last])
+                    layers = _range(ends[first], ends[last])
                     if not self.fits(node, want, layers):
                         break  # longer ones fit even less
                     there, here = _skip(lacking, last), cost + len(layers) * layer_us + _SEAM_US
@@ -295,10 +297,10 @@ class _Board:
                     continue
                 first, parts = reach[mask & ~(1 << number)]
                 last = first
-                while last + 1 < len(ends) and self.fits(node, want, LayerRange(start=ends[first], end=ends[last + 1])):
+                while last + 1 < len(ends) and self.fits(node, want, _range(ends[first], ends[last + 1])):
                     last += 1
                 if last > first:
-                    part = LayerRange(start=ends[first], end=ends[last])
+                    part = _range(ends[first], ends[last])
                     options.append((_skip(lacking, last), (*parts, (node, part))))
                 else:
                     options.append((first, parts))
@@ -361,7 +363,7 @@ class _Board:
             return first > 0 and lacking[first - 1] and last < len(lacking) and lacking[last]
 
         for first, last in sorted(parts, key=lambda part: (splits_gap(part), ends[part[0]] - ends[part[1]], part[0])):
-            layers = LayerRange(start=ends[first], end=ends[last])
+            layers = _range(ends[first], ends[last])
             if self.fits(node, want, layers):
                 return layers
         return None
@@ -388,6 +390,12 @@ class _Board:
             reasons=tuple(self.reasons.values()),
             moved=frozenset(moved),
         )
+
+
+@lru_cache(maxsize=1 << 16)
+def _range(start: int, end: int) -> LayerRange:
+    """The same few ranges are tried again and again, and to make one takes longer than to look it up."""
+    return LayerRange(start=start, end=end)
 
 
 def _skip(lacking: Sequence[bool], block: int) -> int:
