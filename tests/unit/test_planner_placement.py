@@ -113,7 +113,7 @@ def test_every_plan(mesh: tuple[Wanted, list[NodeFacts]], order: random.Random) 
     # It tells truly what is covered, and covers it if it can be.
     covered = {layer for layers in given_ranges.values() for layer in range(layers.start, layers.end)}
     assert plan.uncovered[want.model] == tuple(sorted(set(range(want.facts.n_layer)) - covered))
-    keeping = {node.node_id: layers for node in nodes if (layers := kept_range(node, want)) is not None}
+    keeping = {node.node_id: may for node in nodes if (may := kept_range(node, want)) is not None}
     away = [layers for node_id, layers in keeping.items() if by_id[node_id].vanished_s is not None]
     there = [node for node in nodes if node.vanished_s is None]
     assert plan.complete == can_cover(want, away, there)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +16,8 @@ from meshnet.errors import ArtifactError, UsageError
 if TYPE_CHECKING:
     from meshnet.planner.model_facts import ModelFacts
     from meshnet.planner.plan import OneMore, Plan, Request
+
+_DESCRIBE_TIMEOUT_S = 120.0
 
 
 def plan(
@@ -68,7 +71,7 @@ def _facts(model: str) -> ModelFacts:
         return ModelFacts.from_toml(path)
     if path.is_file():
         found = _manifest(path)
-        return facts_of_file(path) if found is None else facts_of(found.artifact, found.name)
+        return _as_cut(path, facts_of_file(path)) if found is None else facts_of(found.artifact, found.name)
     if path.suffix in (".gguf", ".json"):
         raise UsageError(f"there is no file {path}")
     from meshnet.artifact.library import Library
@@ -78,8 +81,27 @@ def _facts(model: str) -> ModelFacts:
     try:
         headers = read_model_headers(stored.paths[0])
     except ArtifactError:
-        headers = []  # not fetched yet: the manifest tells most of it
-    return facts_of(stored.bundle.artifact, stored.bundle.manifest.name, headers)
+        # Not fetched yet: the manifest tells most of it.
+        return facts_of(stored.bundle.artifact, stored.bundle.manifest.name)
+    return _as_cut(stored.paths[0], facts_of(stored.bundle.artifact, stored.bundle.manifest.name, headers))
+
+
+def _as_cut(path: Path, facts: ModelFacts) -> ModelFacts:
+    """``facts`` with the cuts that the engine itself finds legal, if there is a worker here to ask. It reads metadata
+    only."""
+    from meshnet.engines.native import find_worker
+
+    try:
+        command = [str(find_worker()), "--model", str(path), "--layers", "all", "--describe"]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_DESCRIBE_TIMEOUT_S)
+        cuts = json.loads(ran.stdout.splitlines()[0]).get("legalCuts", []) if ran.returncode == 0 else None
+        told = None if cuts is None else tuple(sorted(int(cut) for cut in cuts if 0 < int(cut) < facts.n_layer))
+    except (UsageError, OSError, subprocess.SubprocessError, ValueError, IndexError, AttributeError, TypeError):
+        told = None
+    if told is None:
+        guess = "the model can be cut as others of its architecture (no worker here could be asked)"
+        return facts.model_copy(update={"assumed": (*facts.assumed, guess)})
+    return facts.model_copy(update={"legal_cuts": told})
 
 
 def _manifest(path: Path) -> Any:
