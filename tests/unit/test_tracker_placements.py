@@ -345,6 +345,59 @@ async def test_nodes_with_layers_of_their_own_count_and_are_told_nothing(nodes: 
     assert nodes.layers("fixed") is None
 
 
+async def fixed_halves_and_spare(nodes: Nodes) -> list[ShardAdvertisement]:
+    """Two nodes with a half each, that they chose, and one that lends and is a replica of one. What these two offer."""
+    shards = []
+    for node_id, layers in (("x", "0:4"), ("y", "4:8")):
+        lease = await identities.register(nodes.registry, INSTANCE, node_id)
+        nodes.epochs[node_id], nodes.capacities[node_id] = lease.lease_epoch, None
+        shards.append(nodes.shard(node_id, layers))
+    await nodes.join("a")
+    for _ in range(round(2 * JOIN_S) + 2):
+        nodes.clock.now += 0.5
+        await beat_fixed(nodes, shards)
+    assert nodes.layers("a") in (["0:4"], ["4:8"])
+    return shards
+
+
+async def beat_fixed(nodes: Nodes, shards: Sequence[ShardAdvertisement]) -> None:
+    for node_id in ("x", "y"):
+        mine = [one for one in shards if one.shard.shard_id.startswith(f"{node_id}/")]
+        await nodes.beat(node_id, shards=mine)
+    await nodes.beat("a")
+    await nodes.placements.plan()
+
+
+async def test_nobody_moves_while_a_node_starts_its_worker_again(nodes: Nodes) -> None:
+    shards = await fixed_halves_and_spare(nodes)
+    (held,) = nodes.layers("a") or [""]
+    others = [one for one in shards if str(one.shard.layers) == held]
+    for _ in range(2):
+        nodes.clock.now += 0.5
+        await beat_fixed(nodes, others)
+    assert nodes.layers("a") == [held]
+    for _ in range(10):
+        nodes.clock.now += 0.5
+        await beat_fixed(nodes, shards)
+    assert nodes.layers("a") == [held]
+
+
+async def test_a_spare_steps_in_for_a_worker_that_does_not_come_back(nodes: Nodes) -> None:
+    shards = await fixed_halves_and_spare(nodes)
+    (held,) = nodes.layers("a") or [""]
+    (others,) = [one for one in shards if str(one.shard.layers) == held]
+    (missing,) = [one for one in shards if str(one.shard.layers) != held]
+    for _ in range(5):
+        nodes.clock.now += 0.5
+        await beat_fixed(nodes, [others])
+    assert nodes.layers("a") == [str(missing.shard.layers)]
+    # When it is back after all, the spare keeps what it has.
+    for _ in range(5):
+        nodes.clock.now += 0.5
+        await beat_fixed(nodes, shards)
+    assert nodes.layers("a") == [str(missing.shard.layers)]
+
+
 async def test_what_is_no_model_is_passed_over(database: Database, bundle: Bundle, tmp_path: Path) -> None:
     nodes = Nodes(database, bundle, recipes=())
     await nodes.artifacts.publish(small_bundle(tmp_path))

@@ -6,13 +6,13 @@ import asyncio
 import hashlib
 import hmac
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 
 import pytest
 from sqlalchemy import text
 
-from meshnet.core import FinishCause, RouteSource
+from meshnet.core import FinishCause, RouteSession, RouteSource
 from meshnet.errors import NoRoute, SessionLost, TrackerUnavailable, UnknownModel
 from meshnet.tracker.database import Database, sqlite_url
 from meshnet.tracker.messages import Departure, ShardLoad
@@ -164,9 +164,13 @@ async def test_a_repair_keeps_the_survivors_and_raises_the_epoch(mesh: SessionMe
 async def test_a_repair_that_finds_no_route_can_be_tried_again(mesh: SessionMesh) -> None:
     await mesh.offer(*halves())
     session = await mesh.sessions.open_session("tiny")
+    missed: list[Collection[str]] = []
+    mesh.sessions.unrepairable = missed.append
     for _ in range(2):
         with pytest.raises(NoRoute, match=r"leaving out b, .*no ready shard holds layers 3:8"):
             await mesh.sessions.repair_session(session.session_id, epoch=1, lost_shards=["b"])
+    # Whoever could find a replacement hears of it each time.
+    assert missed == [["b"], ["b"]]
     await mesh.offer(*halves(), advertise(make_shard("spare", "3:8")))
     repaired = await mesh.sessions.repair_session(session.session_id, epoch=1, lost_shards=["b"])
     assert [shard.shard_id for shard in repaired.route.shards] == ["a", "spare"]
@@ -212,10 +216,34 @@ async def test_a_session_closed_while_it_is_repaired_gets_no_tickets(mesh: Sessi
     )
     await asyncio.sleep(0)  # it has begun, and waits for the database
     await mesh.sessions.close_session(session.session_id, finish_cause=FinishCause.FAILED, generated_tokens=0)
-    with pytest.raises(SessionLost, match="closed while"):
+    with pytest.raises(SessionLost, match="while it was repaired"):
         await repairing
     assert mesh.sessions.n_open == 0
     assert [row.state for row in await mesh.rows()] == ["closed"]
+
+
+async def test_tickets_of_an_epoch_are_made_once(mesh: SessionMesh) -> None:
+    await mesh.offer(*halves(), advertise(make_shard("b2", "3:8")))
+    session = await mesh.sessions.open_session("tiny")
+    outcomes = await asyncio.gather(
+        # The second guesses the epoch that the first is about to get.
+        *(mesh.sessions.repair_session(session.session_id, epoch=epoch, lost_shards=[]) for epoch in (1, 2)),
+        return_exceptions=True,
+    )
+    assert isinstance(outcomes[0], SessionLost)
+    assert isinstance(outcomes[1], RouteSession)
+    assert (outcomes[1].epoch, {ticket.epoch for ticket in outcomes[1].tickets}) == (3, {3})
+    assert [hop[0] for hop in await mesh.hops()] == [1, 1, 2, 2, 3, 3]
+
+
+async def test_only_the_gateway_of_a_session_makes_shards_suspect(mesh: SessionMesh) -> None:
+    await mesh.offer(advertise(make_shard("w1", "0:8", slots=100)), advertise(make_shard("w2", "0:8", slots=1)))
+    session = await mesh.sessions.open_session("tiny")
+    for session_id, epoch in (("0" * 32, 1), (session.session_id, 7)):
+        with pytest.raises(SessionLost):
+            await mesh.sessions.repair_session(session_id, epoch=epoch, lost_shards=["w1"])
+    used = {(await mesh.sessions.open_session("tiny")).route.shards[0].shard_id for _ in range(3)}
+    assert "w1" in used
 
 
 async def test_a_lost_shard_is_suspect_for_a_while_to_all(mesh: SessionMesh) -> None:

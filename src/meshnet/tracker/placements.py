@@ -86,6 +86,8 @@ class Placements:
         #: What each node was told, by digest; also of those that vanished a moment ago.
         self._placed: dict[str, dict[str, LayerRange]] = {}
         self._told: dict[str, tuple[Assignment, ...]] = {}
+        #: Ranges that nodes chose themselves, with these nodes, as they were last seen.
+        self._fixed_seen: dict[str, tuple[str, NodeFacts]] = {}
         self._lost: dict[str, _Lost] = {}
         self._failing: dict[tuple[str, str], float] = {}
         self._excluded: dict[tuple[str, str], float] = {}
@@ -142,13 +144,8 @@ class Placements:
         self._deployed = await self._deployments()
         names = {digest: deployed.want.model for digest, deployed in self._deployed.items()}
         lent = [facts for node in nodes if (facts := self._lent(node, names, now_s)) is not None]
-        ours = {facts.node_id for facts in lent}
-        fixed = [
-            facts
-            for node in nodes
-            if node.state == LIVE and node.node_id not in ours
-            for facts in fixed_facts(node, names, now_s)
-        ]
+        fixed, missing = self._fixed(nodes, {facts.node_id for facts in lent}, names, now_s)
+        lent += missing
         wanted = [deployed.want for deployed in self._deployed.values()]
         urgent = any(self._is_urgent(lost, now_s) for lost in self._lost.values())
         gone = {node.node_id for node in nodes if node.state == LEFT}
@@ -271,12 +268,37 @@ class Placements:
             models=self._allowed(node, names),
         )
 
+    def _fixed(
+        self, nodes: Sequence[Node], lent: Collection[str], names: dict[str, str], now_s: float
+    ) -> tuple[list[NodeFacts], list[NodeFacts]]:
+        """Ranges of nodes that chose them themselves; and such ranges that were there until a moment ago."""
+        states = {node.node_id: node.state for node in nodes}
+        for node in nodes:
+            if node.state == LIVE and node.node_id not in lent:
+                seen_s = self._missing_since_s(node, now_s) or now_s
+                for key, facts in fixed_facts(node, names, seen_s).items():
+                    self._fixed_seen[key] = (node.node_id, facts)
+        kept = {}
+        for key, (owner, facts) in self._fixed_seen.items():
+            away_s = now_s - (facts.vanished_s or now_s)
+            is_known = owner not in lent and all(held.model in names.values() for held in facts.held)
+            if is_known and away_s < self._settings.placement_grace_s and states.get(owner, LEFT) != LEFT:
+                kept[key] = (owner, facts)
+        self._fixed_seen = kept
+        # A worker that died is back in a moment.
+        here: list[NodeFacts] = []
+        missing: list[NodeFacts] = []
+        for _, facts in kept.values():
+            (here if now_s - (facts.vanished_s or now_s) < PATIENCE_S else missing).append(facts)
+        return here, missing
+
     def _missing_since_s(self, node: Node, now_s: float) -> float | None:
         """Since when a node is taken for lost although its lease is good: gateways do not reach its shards."""
+        patience_s = PATIENCE_S if node.capacity is not None else max(PATIENCE_S, 1.5 * self._settings.heartbeat_s)
         for shard_id, lost in self._lost.items():
             if shard_id.startswith(f"{node.node_id}/"):
-                silent = node.reported_s < lost.first_s and now_s - node.reported_s > PATIENCE_S
-                unreachable = shard_id in node.shards and now_s - lost.first_s > PATIENCE_S
+                silent = node.reported_s < lost.first_s and now_s - node.reported_s > patience_s
+                unreachable = shard_id in node.shards and now_s - lost.first_s > patience_s
                 if silent or unreachable:
                     return lost.first_s
         return None

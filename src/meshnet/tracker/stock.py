@@ -40,21 +40,20 @@ def layer_us(node: Node, names: Mapping[str, str]) -> tuple[tuple[str, float], .
     return tuple(sorted(found.items()))
 
 
-def fixed_facts(node: Node, names: Mapping[str, str], now_s: float) -> list[NodeFacts]:
-    """A node that chose its layers itself: each of its shards counts, and nothing may be given to it.
+def fixed_facts(node: Node, names: Mapping[str, str], seen_s: float) -> dict[str, NodeFacts]:
+    """A node that chose its layers itself: each of its ranges counts, and nothing may be given to it.
 
-    To the planner these are nodes that have just vanished: their places are kept, and they take no part otherwise.
+    To the planner these are nodes that have just vanished: their places are kept, and they take no part otherwise. They
+    are called the same when a worker has been started again.
     """
-    return [
-        NodeFacts(
-            node_id=f"{node.node_id} ({shard_id})",
-            memory_bytes=0,
-            held=(Held(names[advertised.shard.artifact_digest], advertised.shard.layers),),
-            vanished_s=now_s,
-        )
-        for shard_id, advertised in node.shards.items()
-        if not advertised.load.draining and names.get(advertised.shard.artifact_digest) == advertised.shard.model
-    ]
+    found = {}
+    for advertised in node.shards.values():
+        shard = advertised.shard
+        if not advertised.load.draining and names.get(shard.artifact_digest) == shard.model:
+            key = f"{node.node_id} {shard.layers} {shard.model}"
+            held = (Held(shard.model, shard.layers),)
+            found[key] = NodeFacts(node_id=key, memory_bytes=0, held=held, vanished_s=seen_s)
+    return found
 
 
 def decide(
