@@ -1,7 +1,7 @@
 """``python -m bench.repair``: how long an answer stands still when a worker of its route fails; docs/repair.md.
 
 Each case is a fault in the middle of an answer on a mesh of real processes, with a spare for every range. The times are
-those that the answer's telemetry tells; `pause` is what the client saw between two pieces of text.
+those that the answer's telemetry tells; `first token` is all of them together.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import json
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from meshnet.artifact.samples import fetch_sample
-from meshnet.core import RepairTelemetry
 from meshnet.errors import MeshnetError
 from tests.support.kill_cases import CRASH_DETECTED_MS, FAULTS, VICTIMS, Killer, Outcome, Sizes, draw_cases
 from tests.support.kill_mesh import kill_mesh
@@ -59,24 +59,24 @@ async def run(model: str, count: int, seed: int) -> list[Outcome]:
     return outcomes
 
 
-def parts_ms(repair: RepairTelemetry) -> list[float]:
+def parts_ms(repair: Mapping[str, Any]) -> list[float]:
     """In the order of `PARTS`; the last is the sum: from the last sign of life to the next token."""
-    parts = [repair.detect_ms, repair.plan_ms, repair.open_ms, repair.refill_ms or 0.0]
+    parts = [float(repair[f"{part}_ms"]) for part in PARTS[:-1]]
     return [*parts, sum(parts)]
 
 
-def medians(outcomes: Sequence[Outcome]) -> list[Row]:
-    """Of answers that were repaired once, by fault and victim, and by fault."""
+def medians(cases: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """Of answers that were repaired once (as `Outcome.row` tells of them), by fault and victim, and by fault."""
     rows: list[Row] = []
     for fault in FAULTS:
         for victim in (*VICTIMS, None):
             found = [
-                parts_ms(outcome.repairs[0])
-                for outcome in outcomes
-                if outcome.case.fault == fault
-                and victim in (outcome.case.victim, None)
-                and len(outcome.repairs) == 1
-                and outcome.repairs[0].refill_ms is not None
+                parts_ms(row["repairs"][0])
+                for row in cases
+                if row["case"]["fault"] == fault
+                and victim in (row["case"]["victim"], None)
+                and len(row["repairs"]) == 1
+                and row["repairs"][0]["refill_ms"] is not None
             ]
             if found:
                 middle = [median(values) for values in zip(*found, strict=True)]
@@ -105,19 +105,23 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--model", choices=sorted(MODELS), default="tiny")
     parser.add_argument("--cases", type=int, default=60, help="12 are each fault of each victim once")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
-    parser.add_argument("--json", type=Path, help="write every case there")
+    parser.add_argument("--json", type=Path, help="write every case there, a line each")
+    parser.add_argument("--read", type=Path, help="run nothing: the cases are in this file, as --json writes them")
     options = parser.parse_args(arguments)
-    print(f"--model {options.model} --cases {options.cases} --seed {options.seed}", flush=True)
-    try:
-        outcomes = asyncio.run(run(options.model, options.cases, options.seed))
-    except (AssertionError, MeshnetError) as error:
-        print(f"repair: error: {error}", file=sys.stderr)
-        return 1
-    rows = medians(outcomes)
-    print(f"\nMedians in milliseconds\n\n{table(rows)}")
+    if options.read is not None:
+        cases = [json.loads(line) for line in options.read.read_text().splitlines()]
+    else:
+        print(f"--model {options.model} --cases {options.cases} --seed {options.seed}", flush=True)
+        try:
+            cases = [outcome.row() for outcome in asyncio.run(run(options.model, options.cases, options.seed))]
+        except (AssertionError, MeshnetError) as error:
+            print(f"repair: error: {error}", file=sys.stderr)
+            return 1
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps([outcome.row() for outcome in outcomes], indent=1) + "\n")
+        options.json.write_text("".join(json.dumps(case) + "\n" for case in cases))
+    rows = medians(cases)
+    print(f"\nMedians in milliseconds\n\n{table(rows)}")
     slow = [row for row in rows if row[0] == "crash" and row[4] > CRASH_DETECTED_MS]
     return 1 if slow else 0
 
