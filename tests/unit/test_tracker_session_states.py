@@ -11,6 +11,7 @@ import pytest
 
 from meshnet.core import FinishCause
 from meshnet.errors import SessionLost
+from meshnet.gateway.settings import GatewaySettings
 from meshnet.tracker.database import Database, sqlite_url
 from meshnet.tracker.session_states import TRANSITIONS, SessionEvent, SessionState, after
 from meshnet.tracker.sessions import TIDY_S
@@ -18,7 +19,8 @@ from meshnet.tracker.settings import TrackerSettings
 from tests.support.session_mesh import SETTINGS, SessionMesh, halves
 from tests.support.shards import advertise, make_shard
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "sessions.md").read_text()
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "sessions.md").read_text()
 
 
 class Walk:
@@ -151,6 +153,22 @@ def test_the_page_has_the_table() -> None:
 
 
 @pytest.mark.parametrize("name", ["session_lease_s", "session_ttl_s", "suspect_s", "keep_closed_sessions_s", "sweep_s"])
-def test_the_page_has_the_limits_of_the_code(name: str) -> None:
-    value = getattr(TrackerSettings(), name)
+def test_the_page_has_the_limits_of_the_tracker(name: str) -> None:
+    has_limit(name, getattr(TrackerSettings(), name))
+
+
+@pytest.mark.parametrize("name", ["renew_s", "touch_s"])
+def test_the_page_has_the_limits_of_the_gateway(name: str) -> None:
+    has_limit(name, getattr(GatewaySettings(require_api_key=False), name))
+
+
+@pytest.mark.parametrize("flag", ["orphan-timeout-ms", "idle-timeout-ms"])
+def test_the_page_has_the_limits_of_the_worker(flag: str) -> None:
+    flags = (ROOT / "native" / "worker" / "flags.cpp").read_text()
+    default = re.search(rf'"--{flag}", "N",\s*"[^"]*default (\d+)\)', flags)
+    assert default is not None
+    has_limit(f"--{flag}", int(default[1]) / 1000)
+
+
+def has_limit(name: str, value: float) -> None:
     assert re.search(rf"`{name}`[^|\n]*\| {value:g} s \|", PAGE), (name, value)

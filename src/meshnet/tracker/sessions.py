@@ -140,11 +140,11 @@ class Sessions:
             TrackerUnavailable: the database failed; the session stays as it is.
         """
         now_s, now_unix_s = self._registry.now_s(), int(self._clock())
-        self._open.suspect(lost_shards, now_s + self._settings.suspect_s)
         session = self._good(session_id, now_unix_s)
         if session.epoch != epoch:
             raise SessionLost(f"epoch {epoch} of this session is over; its last one is {session.epoch}")
         after(SessionState.OPEN, SessionEvent.REPAIRED)
+        self._open.suspect(lost_shards, now_s + self._settings.suspect_s)
         session.renewed_s = now_s
         offers = self._market.offers(session.model, artifact_digest=session.artifact_digest)
         keep = {hop.shard_id: hop.layers for hop in session.hops if hop.shard_id not in lost_shards}
@@ -165,11 +165,11 @@ class Sessions:
         try:
             await self._store.reroute(session_id, epoch=epoch + 1, hops=hops, expires_unix_s=expires_unix_s)
         except Exception:
-            if self._open.get(session_id) is session:
+            if self._is_at(session, epoch + 1):
                 self._open.reroute(session, epoch=before[0], hops=before[1], expires_unix_s=before[2])
             raise
-        if self._open.get(session_id) is not session:
-            raise SessionLost("the session was closed while it was repaired")
+        if not self._is_at(session, epoch + 1):
+            raise SessionLost("the session was closed, or repaired again, while it was repaired")
         log.info("session repaired: epoch %d, lost %s", epoch + 1, ", ".join(sorted(lost_shards)) or "nothing")
         return _ticketed(session, route, keys).model_copy(update={"replacements": tuple(new)})
 
@@ -254,6 +254,10 @@ class Sessions:
         if session.expires_unix_s <= now_unix_s:
             raise SessionLost("the tickets of this session have run out")
         return session
+
+    def _is_at(self, session: OpenSession, epoch: int) -> bool:
+        """Whether it is still open and in that epoch."""
+        return self._open.get(session.session_id) is session and session.epoch == epoch
 
     def _expiry(self, now_unix_s: int) -> int:
         return now_unix_s + max(1, round(self._settings.session_ttl_s))
