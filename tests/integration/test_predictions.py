@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.predictions import compare, table
 from meshnet.core import LayerRange
 from meshnet.engines.native import find_worker
 from meshnet.node.measuring import Ring, prompt_of
@@ -63,3 +64,15 @@ def test_what_measure_prints_is_what_plan_reads(tmp_path: Path) -> None:
     told = json.loads(planned.out)
     assert [(node["node"], node["layers"], node["measured"]) for node in told["nodes"]] == [("here", "0:6", True)]
     assert told["tokens_per_s"] > 0
+
+
+def test_predictions_are_compared_side_by_side() -> None:
+    rows = asyncio.run(compare(tiny_model("llama"), [1, 2], [40, 300], rounds=1))
+    assert [(row.shards, row.prompt_tokens) for row in rows] == [(1, 40), (1, 300), (2, 40), (2, 300)]
+    for row in rows:
+        # How far off it is, is no matter here: models this small take less than what else a machine does.
+        assert min(row.predicted_first_ms, row.measured_first_ms) > 0
+        assert min(row.predicted_tokens_per_s, row.measured_tokens_per_s) > 0
+    lines = table(rows).splitlines()
+    assert len(lines) == 2 + len(rows)
+    assert len({line.count("|") for line in lines}) == 1
