@@ -1,4 +1,4 @@
-"""Repair times are measured, and told by fault and victim. Nobody looks at how long they are: test machines are busy."""
+"""Repair times are measured and told by fault and victim. Nobody looks at how long they are: test machines are busy."""
 
 from __future__ import annotations
 
