@@ -50,6 +50,9 @@ _LINKED_LANES = 36
 _MAX_WIDTH = 6
 _MAX_WAYS = 12
 
+#: Searches for a better route than one that uses a shard twice.
+_MAX_SEARCHES = 32
+
 #: Far above any time, so that slots come before time, and layers that are kept before slots.
 _MAX_RATE_US = 10**9
 _FULL = 10**15
@@ -150,6 +153,8 @@ class _Search:
     #: Prefill and decode cost of a shard that nobody has measured.
     neutral_us: tuple[float, float]
     entrances: _Entrances = field(default_factory=dict)
+    #: How often a search was divided in two, in all.
+    searches: list[int] = field(default_factory=lambda: [0])
 
     def best(self) -> tuple[Shard, ...] | None:
         found = self._cheapest()
@@ -169,11 +174,14 @@ class _Search:
         # before the second of the two places, or not before it.
         shard_id, second = twice
         enter_from, enter_to = self.entrances.get(shard_id, (0, 10**9))
-        halves = [
-            replace(self, entrances={**self.entrances, shard_id: bounds})._cheapest()
+        halves = (
+            replace(self, entrances={**self.entrances, shard_id: bounds})
             for bounds in ((enter_from, second), (second, enter_to))
-        ]
-        return min((half for half in halves if half is not None), key=lambda half: half.cost, default=None)
+        )
+        self.searches[0] += 1
+        possible = (there for half in halves if (there := half._cheapest()) is not None)
+        # Speeds and ranges are what nodes say they are: they must not keep a tracker busy. Then some route will do.
+        return next(possible, None) if self.searches[0] > _MAX_SEARCHES else min(possible, key=_cost, default=None)
 
     def _lanes(self) -> list[list[_Lane]]:
         """Lanes that may stand in one route together, in an order that does not depend on that of the offers."""
@@ -297,6 +305,10 @@ class _Search:
         if giver is None or taker is None:
             return DEFAULT_LINK
         return self.links.get((giver, taker), DEFAULT_LINK)
+
+
+def _cost(found: _Exit) -> int:
+    return found.cost
 
 
 def _neutral_us(offers: Iterable[Offer]) -> tuple[float, float]:
