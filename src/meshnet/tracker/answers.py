@@ -75,8 +75,9 @@ class Standing:
 
     def add(self, node_ids: Collection[str]) -> bool:
         """These gave it too. Returns whether that is news."""
-        new = [node_id for node_id in dict.fromkeys(node_ids) if node_id not in self.node_ids]
-        self.node_ids = (self.node_ids + new)[-MAX_NODES:]
+        room = MAX_NODES - len(self.node_ids)
+        new = [node_id for node_id in dict.fromkeys(node_ids) if node_id not in self.node_ids][:room]
+        self.node_ids = self.node_ids + new
         return bool(new)
 
     def judge(self, answer: Answer, node_ids: Collection[str], proven_on: Collection[str]) -> Verdict:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, field
 
 from pydantic import ValidationError
-from sqlalchemy import delete, select
+from sqlalchemy import delete, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Session
 
 from meshnet.core import Shard
 from meshnet.tracker.database import ModelRow, NodeRow, ShardRow
@@ -18,6 +19,9 @@ from meshnet.tracker.messages import Activity, LinkMeasure, NodeCapacity, ShardA
 log = logging.getLogger(__name__)
 
 LIVE, LOST, LEFT = "live", "lost", "left"
+
+_NODES, _SHARDS = NodeRow.__table__, ShardRow.__table__
+_NODE_COLUMNS = ("lease_epoch", "instance", "version", "state", "last_seen_unix_s", "public_key", "machine")
 
 
 @dataclass(frozen=True)
@@ -103,37 +107,41 @@ async def read_kept(session: AsyncSession, *, reported_s: float) -> Kept:
     return Kept(nodes, [known_model(row) for row in await session.scalars(select(ModelRow))], proven)
 
 
-async def write_node(session: AsyncSession, node: Node, is_proven: Callable[[str], bool]) -> None:
-    """Make the node's rows equal to ``node``."""
-    await session.merge(
-        NodeRow(
-            node_id=node.node_id,
-            lease_epoch=node.lease_epoch,
-            instance=node.instance,
-            version=node.version,
-            state=node.state,
-            last_seen_unix_s=node.last_seen_unix_s,
-            public_key=node.public_key,
-            machine=node.machine,
-        )
-    )
-    await session.execute(delete(ShardRow).where(ShardRow.node_id == node.node_id))
-    session.add_all(
-        ShardRow(
-            shard_id=advertised.shard.shard_id,
-            node_id=node.node_id,
-            shard=advertised.shard.model_dump(mode="json"),
-            worker_key=advertised.worker_key,
-            proven=is_proven(advertised.shard.shard_id),
-        )
-        for advertised in node.shards.values()
-    )
+def write_node(session: Session, node: Node, proven: Collection[str], models: Sequence[KnownModel]) -> None:
+    """Make the node's rows equal to ``node``, and add ``models`` that are not there. ``proven`` are shard ids."""
+    connection = session.connection()
+    # Statements rather than objects: when hundreds of nodes come at once, this is what the tracker does.
+    values = {name: getattr(node, name) for name in _NODE_COLUMNS}
+    of_node = NodeRow.node_id == node.node_id
+    if not connection.execute(update(_NODES).where(of_node).values(values)).rowcount:
+        connection.execute(insert(_NODES).values(node_id=node.node_id, **values))
+    connection.execute(delete(_SHARDS).where(ShardRow.node_id == node.node_id))
+    shards = [
+        {
+            "shard_id": shard_id,
+            "node_id": node.node_id,
+            "shard": one.shard.model_dump(mode="json"),
+            "worker_key": one.worker_key,
+            "proven": shard_id in proven,
+        }
+        for shard_id, one in node.shards.items()
+    ]
+    if shards:
+        connection.execute(insert(_SHARDS), shards)
+    for model in models:
+        # Another node may have offered it first at the same moment.
+        if session.get(ModelRow, (model.model, model.artifact_digest)) is None:
+            session.add(ModelRow(**asdict(model)))
 
 
-def new_models(node: Node, known: Collection[tuple[str, str]]) -> list[ModelRow]:
-    """Rows for the models of this node's shards that are not in ``known`` (name and digest)."""
-    rows = {
-        (shard.model, shard.artifact_digest): ModelRow(
+def write_proven(session: Session, shard_ids: Collection[str], *, proven: bool) -> None:
+    session.connection().execute(update(_SHARDS).where(ShardRow.shard_id.in_(shard_ids)).values(proven=proven))
+
+
+def new_models(node: Node, known: Collection[tuple[str, str]]) -> list[KnownModel]:
+    """The models of this node's shards that are not in ``known`` (name and digest)."""
+    models = {
+        (shard.model, shard.artifact_digest): KnownModel(
             model=shard.model,
             artifact_digest=shard.artifact_digest,
             architecture=shard.architecture,
@@ -143,7 +151,7 @@ def new_models(node: Node, known: Collection[tuple[str, str]]) -> list[ModelRow]
         for shard in (advertised.shard for advertised in node.shards.values())
         if (shard.model, shard.artifact_digest) not in known
     }
-    return list(rows.values())
+    return list(models.values())
 
 
 def known_model(row: ModelRow) -> KnownModel:

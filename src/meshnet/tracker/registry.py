@@ -13,11 +13,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
-from sqlalchemy import update
-
 from meshnet.core import Shard
 from meshnet.errors import LeaseLost
-from meshnet.tracker.database import Database, ModelRow, ShardRow
+from meshnet.tracker.database import Database
+from meshnet.tracker.group_writer import GroupWriter
 from meshnet.tracker.identity import Challenges, check_identity
 from meshnet.tracker.messages import (
     Assignment,
@@ -39,11 +38,11 @@ from meshnet.tracker.nodes import (
     Node,
     RefusedShard,
     differs,
-    known_model,
     new_models,
     read_kept,
     substance,
     write_node,
+    write_proven,
 )
 from meshnet.tracker.plausible import implausible
 from meshnet.tracker.readiness import Readiness
@@ -73,6 +72,7 @@ class Registry:
         probing: bool = False,
     ) -> None:
         self._database = database
+        self._writer = GroupWriter(database)
         self._settings = settings
         self._clock = clock
         self._wall_clock = wall_clock
@@ -102,8 +102,7 @@ class Registry:
             self._nodes[node.node_id] = node
             self._replace_shards(node, shards)
         self._readiness.prove(kept.proven)
-        for model in kept.models:
-            self._remember(model)
+        self._models = {(model.model, model.artifact_digest): model for model in kept.models}
 
     def challenge(self, node_id: str) -> Challenge:
         """What a node has to sign to register."""
@@ -210,6 +209,10 @@ class Registry:
                     lost.append(node_id)
                     log.warning("node %s lost: no heartbeat for %g s", node_id, self._settings.lease_ttl_s)
         return tuple(lost)
+
+    async def finish(self) -> None:
+        """Wait until everything is written."""
+        await self._writer.finish()
 
     async def prove(self, shard_ids: Collection[str]) -> None:
         """A probe has gone through these shards: sessions may use them. Those withdrawn meanwhile are left out."""
@@ -336,9 +339,6 @@ class Registry:
         self._neighbours[node.node_id] = (now_s, found)
         return found
 
-    def _remember(self, model: KnownModel) -> None:
-        self._models[model.model, model.artifact_digest] = model
-
     def _replace_shards(self, node: Node, shards: dict[str, ShardAdvertisement]) -> None:
         gone, new = node.shards.keys() - shards.keys(), shards.keys() - node.shards.keys()
         for shard_id in gone:
@@ -374,8 +374,7 @@ class Registry:
             there = [shard_id for shard_id in shard_ids if shard_id in self._owners]
             changing = [shard_id for shard_id in there if self._readiness.is_proven(shard_id) != proven]
             if changing:
-                async with self._database.writing() as session:
-                    await session.execute(update(ShardRow).where(ShardRow.shard_id.in_(changing)).values(proven=proven))
+                await self._writer.run(lambda session: write_proven(session, changing, proven=proven))
             if proven:
                 self._readiness.prove(there)
             else:
@@ -389,12 +388,8 @@ class Registry:
 
     async def _store(self, node: Node) -> None:
         """Make the node's rows equal to ``node``, and add models not seen before."""
-        rows = new_models(node, self._models.keys())
-        async with self._database.writing() as session:
-            await write_node(session, node, self._readiness.is_proven)
-            for row in rows:
-                # Another node may have offered it first at the same moment.
-                if await session.get(ModelRow, (row.model, row.artifact_digest)) is None:
-                    session.add(row)
-        for row in rows:
-            self._remember(known_model(row))
+        models = new_models(node, self._models.keys())
+        proven = {shard_id for shard_id in node.shards if self._readiness.is_proven(shard_id)}
+        await self._writer.run(lambda session: write_node(session, node, proven, models))
+        for model in models:
+            self._models.setdefault((model.model, model.artifact_digest), model)

@@ -78,6 +78,7 @@ class Tracker:
                 for task in working:
                     task.cancel()
                 await asyncio.gather(*working, return_exceptions=True)
+                await tracker.registry.finish()
                 await tracker.sessions.finish()
         finally:
             await database.close()
