@@ -186,6 +186,10 @@ class ShardServer:
 
     async def _close(self, request: pb.CloseRequest, context: Any) -> pb.CloseResponse:
         await self._check_ticket(request.ticket, context)
+        held = self.sessions.get(request.ticket.session_id)
+        if held is not None and request.ticket.epoch < held.ticket.epoch:
+            detail = pb.RefusalDetail(refusal=pb.REFUSAL_STALE_EPOCH, message="this epoch is over")
+            await _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, detail)
         opened = self.sessions.pop(request.ticket.session_id, None)
         if opened is None:
             return pb.CloseResponse(known=False)

@@ -265,3 +265,33 @@ async def test_a_client_hears_of_a_repair_that_takes_long() -> None:
     assert done == "[DONE]"
     assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == "hi"
     assert chunks[-1]["meshnet"]["repairs"][0]["hop"] == "tail"
+
+
+async def test_a_client_that_leaves_during_a_repair_leaves_nothing_behind() -> None:
+    head, tail, _, spare_tail = thirds([b"h", tail_lost()])
+    spare_tail.open_gate = asyncio.Event()
+    async with mesh(head, tail, spare_tail, repair_timeout_s=20.0) as (generations, _):
+
+        async def talk() -> None:
+            async with generations.start(request()) as generation:
+                await pieces(generation)
+
+        task = asyncio.create_task(talk())
+        # The head is open with the new epoch, the spare is still at it.
+        await until(lambda: len(head.opened) == 2, "the repair opens the head again")
+        task.cancel()
+        spare_tail.open_gate.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await until(lambda: not head.sessions and not spare_tail.sessions, "everybody has freed the session")
+
+
+async def test_an_answer_that_cannot_be_repaired_leaves_nothing_behind() -> None:
+    """The head was opened again, with an epoch that only the failed repair knows."""
+    head, tail, _, spare_tail = thirds([b"h", tail_lost()])
+    spare_tail.open_refusal = FULL
+    async with mesh(head, tail, spare_tail, repair_timeout_s=0.2) as (generations, _):
+        with pytest.raises(HopLost, match="no other route was found"):
+            await run(generations)
+        assert len(head.opened) > 1
+        await until(lambda: not head.sessions and not tail.sessions, "everybody has freed the session")

@@ -99,16 +99,12 @@ class RouteHops:
         if waited:
             await asyncio.wait(waited)
 
-    async def touch(self, but: frozenset[str]) -> None:
-        """Tell every hop save ``but`` that the session is still wanted. Who does not answer is not asked again here."""
-
-        async def touch_hop(hop: Hop) -> None:
-            try:
-                await hop.worker.touch(hop.ticket, timeout_s=self._settings.close_timeout_s)
-            except (HopLost, HopRefused) as error:
-                _log.info("could not touch a session: %s", error)
-
-        await asyncio.gather(*(touch_hop(hop) for hop in self.hops if hop.shard_id not in but))
+    async def touch(self, hop: Hop) -> None:
+        """Tell one hop that the session is still wanted. One that does not answer is not asked again here."""
+        try:
+            await hop.worker.touch(hop.ticket, timeout_s=self._settings.close_timeout_s)
+        except (HopLost, HopRefused) as error:
+            _log.info("could not touch a session: %s", error)
 
     def failure(self, failed: pb.Failed) -> HopLost | HopRefused:
         """The error for a failure that the head reports, naming the hop that is to blame."""

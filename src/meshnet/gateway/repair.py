@@ -74,48 +74,54 @@ class Repairer:
         """A leg in place of ``broken``, without the shards in ``lost``; more are added to it as they turn out to be.
 
         Asks again until a route is there or ``deadline_s`` (monotonic) has passed: a spare may be loading. ``tokens``
-        is everything known so far, prompt and answer; ``last_step`` is where the step began that computed the last of them.
+        is everything known so far, prompt and answer; ``last_step`` is where the step began that computed the last of
+        them. Whoever opened the session on the way and is not part of the outcome is told to free it.
 
         Raises:
             RepairFailed: no route could be had in time.
         """
+        repair = _Repair(broken, lost, self._settings)
+        try:
+            return await self._try_until(repair, tokens, last_step, capacity_tokens, can_rollback, deadline_s)
+        except BaseException:
+            for hops, hop in repair.holding.values():
+                if hops is not broken.hops:
+                    self._background.run(hops.close([hop]))
+            raise
+
+    async def _try_until(
+        self,
+        repair: _Repair,
+        tokens: Sequence[int],
+        last_step: int,
+        capacity_tokens: int,
+        can_rollback: bool,
+        deadline_s: float,
+    ) -> Repaired:
         began_s = time.monotonic()
-        session = broken.hops.session
-        broken_shards = {hop.shard_id for hop in broken.hops.hops}
-        holding: Holders = {(session.session_id, hop.shard_id): (broken.hops, hop) for hop in broken.hops.hops}
-        full: set[str] = set()
         touched_s = began_s
+        session = repair.broken.hops.session
         while True:
             try:
-                session = await self._route(session, sorted(lost | full), deadline_s)
+                session = await self._route(session, repair.avoid, deadline_s)
             except (NoRoute, Overloaded, TrackerUnavailable) as error:
                 trouble: MeshnetError = error
-                full.clear()
+                repair.full.clear()
             else:
                 planned_s = time.monotonic()
                 hops = RouteHops(session, self._pool, self._settings, self._background)
-                answers = await hops.try_open(capacity_tokens)
-                refusals = [answer for answer in answers if isinstance(answer, HopRefused | HopLost)]
-                self._take_over(broken, hops, answers, holding)
-                if not refusals:
-                    cached = [
-                        _trusted(answer, tokens) if isinstance(answer, pb.OpenResponse) else 0 for answer in answers
-                    ]
-                    positions = resume_positions(cached, last_step, can_rollback=can_rollback)
-                    staying = {(session.session_id, hop.shard_id) for hop in hops.hops}
+                opened = await repair.open(hops, capacity_tokens)
+                if isinstance(opened, list):
+                    cached = await asyncio.to_thread(_all_trusted, opened, tokens)
                     return Repaired(
-                        Leg(hops, positions),
+                        Leg(hops, resume_positions(cached, last_step, can_rollback=can_rollback)),
                         cached,
                         planned_s - began_s,
                         time.monotonic() - planned_s,
-                        _replacements(hops, broken_shards),
-                        [held for holder, held in holding.items() if holder not in staying],
+                        _replacements(hops, {hop.shard_id for hop in repair.broken.hops.hops}),
+                        [(other, hop) for other, hop in repair.holding.values() if other is not hops],
                     )
-                trouble = refusals[0]
-                for refusal in refusals:
-                    _log.warning("%s; looking for another way", refusal)
-                    is_full = isinstance(refusal, HopRefused) and refusal.refusal == _NO_CAPACITY
-                    (full if is_full else lost).add(refusal.shard_id)
+                trouble = opened
                 if time.monotonic() < deadline_s:
                     continue
             now_s = time.monotonic()
@@ -123,7 +129,9 @@ class Repairer:
                 raise RepairFailed(f"no other route was found within {now_s - began_s:.1f} s: {trouble}")
             if now_s - touched_s >= self._settings.touch_s:
                 touched_s = now_s
-                self._background.run(broken.hops.touch(frozenset(lost)))
+                for other, hop in repair.holding.values():
+                    if hop.shard_id not in repair.lost:
+                        self._background.run(other.touch(hop))
             await asyncio.sleep(min(self._settings.repair_poll_s, deadline_s - now_s))
 
     async def _route(self, session: RouteSession, avoid: Sequence[str], deadline_s: float) -> RouteSession:
@@ -139,24 +147,54 @@ class Repairer:
         except TimeoutError as error:
             raise TrackerUnavailable(f"the tracker chose no route within {timeout_s:g} s") from error
 
-    def _take_over(
-        self,
-        broken: Leg,
-        hops: RouteHops,
-        answers: Sequence[pb.OpenResponse | HopRefused | HopLost],
-        holding: Holders,
-    ) -> None:
-        """Note who holds the session now, and what hops that were kept measured in the epoch that ended."""
-        before = {(broken.hops.session.session_id, hop.shard_id): hop for hop in broken.hops.hops}
+
+class _Repair:
+    """One repair: which shards are out of the question, and who may hold the session."""
+
+    def __init__(self, broken: Leg, lost: set[str], settings: GatewaySettings) -> None:
+        self.broken = broken
+        self.lost = lost
+        #: Shards without a free slot when they were asked.
+        self.full: set[str] = set()
+        session_id = broken.hops.session.session_id
+        self.holding: Holders = {(session_id, hop.shard_id): (broken.hops, hop) for hop in broken.hops.hops}
+        self._settings = settings
+
+    @property
+    def avoid(self) -> list[str]:
+        return sorted(self.lost | self.full)
+
+    async def open(self, hops: RouteHops, capacity_tokens: int) -> list[pb.OpenResponse] | HopRefused | HopLost:
+        """Open every hop; what each said, or the first refusal. Those that refused are avoided from now on."""
+        session_id = hops.session.session_id
+        before = dict(self.holding)
+        # Said before they are asked: whoever stops waiting still knows whom to tell.
+        self.holding |= {(session_id, hop.shard_id): (hops, hop) for hop in hops.hops}
+        answers = await hops.try_open(capacity_tokens)
+        opened: list[pb.OpenResponse] = []
+        refusals: list[HopRefused | HopLost] = []
         for hop, answer in zip(hops.hops, answers, strict=True):
-            holder = hops.session.session_id, hop.shard_id
+            holder = session_id, hop.shard_id
             if isinstance(answer, pb.OpenResponse):
-                kept = before.get(holder)
-                if kept is not None and kept.stats is None and answer.HasField("ended"):
-                    kept.stats = answer.ended
-            # One that was lost may have opened all the same: only its answer did not come.
-            if not isinstance(answer, HopRefused):
-                holding[holder] = (hops, hop)
+                opened.append(answer)
+                self._note_ended(holder, answer)
+                continue
+            refusals.append(answer)
+            _log.warning("%s; looking for another way", answer)
+            if isinstance(answer, HopRefused):
+                # It holds what it held before, if anything. One that was lost may have opened all the same.
+                del self.holding[holder]
+                self.holding |= {holder: before[holder]} if holder in before else {}
+            is_full = isinstance(answer, HopRefused) and answer.refusal == _NO_CAPACITY
+            (self.full if is_full else self.lost).add(hop.shard_id)
+        return refusals[0] if refusals else opened
+
+    def _note_ended(self, holder: tuple[str, str], answer: pb.OpenResponse) -> None:
+        """Keep what a hop that stays measured in the epoch that ended."""
+        for hop in self.broken.hops.hops:
+            is_same = holder == (self.broken.hops.session.session_id, hop.shard_id)
+            if is_same and hop.stats is None and answer.HasField("ended"):
+                hop.stats = answer.ended
 
 
 def _replacements(hops: RouteHops, known: Collection[str]) -> tuple[Replacement, ...]:
@@ -165,6 +203,10 @@ def _replacements(hops: RouteHops, known: Collection[str]) -> tuple[Replacement,
     return tuple(
         told.get(hop.shard_id, Replacement(shard=hop.shard_id)) for hop in hops.hops if hop.shard_id not in known
     )
+
+
+def _all_trusted(answers: Sequence[pb.OpenResponse], tokens: Sequence[int]) -> list[int]:
+    return [_trusted(answer, tokens) for answer in answers]
 
 
 def _trusted(answer: pb.OpenResponse, tokens: Sequence[int]) -> int:
