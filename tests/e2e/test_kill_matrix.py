@@ -37,17 +37,24 @@ def told_seed() -> str:
 
 async def run_matrix(killer: Killer, count: int, seed: int) -> list[Outcome]:
     """All cases, each on a mesh that is whole again."""
-    outcomes, broken = [], []
+    outcomes, broken, told = [], [], 0
     for number, case in enumerate(draw_cases(count, seed, seeds=killer.sizes.seeds), start=1):
         await killer.undisturbed(case.question(killer.sizes))
         outcome = await killer.run(case)
         print(f"{number:4} {outcome}", flush=True)
+        outcomes.append(outcome)
         try:
             await killer.check_repaired(outcome)
         except AssertionError as error:
             broken.append(str(error))
-        await killer.mesh.mend()
-        outcomes.append(outcome)
+        try:
+            await killer.mesh.mend()
+        except AssertionError as error:
+            broken.append(f"after {outcome}: {error}")
+            await killer.mesh.renew()
+        for fault in broken[told:]:
+            print(f"     BROKEN {fault}", flush=True)
+        told = len(broken)
     assert not broken, f"{told_seed()}: {len(broken)} of {count}:\n" + "\n".join(broken)
     return outcomes
 

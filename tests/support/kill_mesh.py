@@ -257,10 +257,19 @@ class KillMesh(Mesh):
             if not is_running(replica.agent_pid):
                 await self.start_replica(replica)
             elif replica.deaths >= _DEATHS_PER_AGENT:
-                os.kill(replica.agent_pid, signal.SIGKILL)
-                await self._gone(replica)
-                await self.start_replica(replica)
+                await self._restart(replica)
         await self.whole()
+
+    async def renew(self) -> None:
+        """Start every node again: what `mend` could not mend must not spoil what comes after it."""
+        for replica in self.replicas:
+            await self._restart(replica)
+        await self.whole()
+
+    async def _restart(self, replica: Replica) -> None:
+        os.kill(replica.agent_pid, signal.SIGKILL)
+        await self._gone(replica)
+        await self.start_replica(replica)
 
     async def _gone(self, replica: Replica) -> None:
         if replica.agent is None:
