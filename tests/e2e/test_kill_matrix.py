@@ -23,6 +23,8 @@ LOG = os.environ.get("MESHNET_KILL_LOG")
 NODE_OPTIONS = ("--context", "1536", "--sessions", "2", "--chunk-tokens", "64")
 THIRDS = ("0:2", "2:4", "4:6")
 
+#: How much later everything arrives on a link that is only slow.
+SLOW_IN_TIME_S = 0.03
 #: SmolLM2 computes some tens of tokens a second beside other work.
 REAL_SIZES = Sizes(short_tokens=24, long_tokens=400, max_tokens=48, seeds=2)
 #: The gateway gives up a repair after this long without a spare …
@@ -65,9 +67,25 @@ async def test_a_client_notices_nothing_but_a_pause(tmp_path: Path) -> None:
     async with kill_mesh(tmp_path, tiny_model("llama"), THIRDS, node_options=NODE_OPTIONS) as mesh:
         killer = Killer(mesh, log=Path(LOG) if LOG else None)
         outcomes = await run_matrix(killer, KILLS, SEED)
+        await slow_is_not_lost(killer)
     # The moments are hit: not many faults come when all is over.
     assert sum(outcome.tokens_before is not None for outcome in outcomes) >= 0.75 * KILLS
     assert sum(bool(outcome.repairs) for outcome in outcomes) >= 0.5 * KILLS
+
+
+async def slow_is_not_lost(killer: Killer) -> None:
+    """Links that are slow, but keep every deadline, break nothing."""
+    question = Case("slow", "middle", "decode", "seeded", True, 0.0, 1).question(killer.sizes)
+    undisturbed = await killer.undisturbed(question)
+    for replica in killer.mesh.replicas:
+        replica.link.slow(delay_s=SLOW_IN_TIME_S)
+    answer = await killer.mesh.ask(question)
+    assert answer.telemetry is not None, answer.error
+    assert answer.telemetry.repairs == ()
+    assert answer.tokens == undisturbed.tokens
+    # Each token goes once round the ring.
+    assert answer.total_s > 3 * SLOW_IN_TIME_S * (killer.sizes.max_tokens - 1)
+    await killer.mesh.mend()
 
 
 @pytest.mark.timeout(300 + 3 * KILLS)
