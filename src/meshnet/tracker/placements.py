@@ -149,25 +149,21 @@ class Placements:
         wanted = [deployed.want for deployed in self._deployed.values()]
         urgent = any(self._is_urgent(lost, now_s) for lost in self._lost.values())
         gone = {node.node_id for node in nodes if node.state == LEFT}
-        # Speeds change all the time, and alone are no reason to plan anew; time passes only for who has vanished.
+        busy = {node.node_id for node in nodes if any(self._open_on(shard_id) for shard_id in node.shards)}
+        grace_s = self._settings.placement_grace_s
+        reserved = {facts.node_id: now_s - facts.vanished_s < grace_s for facts in lent if facts.vanished_s is not None}
+        # Sessions matter only to who may move.
         seen = (
-            [replace(facts, layer_us=(), vanished_s=None) for facts in (*lent, *fixed)],
+            [_substance(facts) for facts in (*lent, *fixed)],
             [(want.model, want.context_tokens, want.sessions, want.replicas, want.facts.legal_cuts) for want in wanted],
+            (urgent, gone, reserved, busy if reserved else None),
         )
-        if seen == self._last and all(facts.vanished_s is None for facts in lent):
+        if seen == self._last:
             return
-        self._last = seen
         placement = await asyncio.to_thread(
-            decide,
-            lent,
-            fixed,
-            wanted,
-            now_s=now_s,
-            grace_s=self._settings.placement_grace_s,
-            urgent=urgent,
-            gone=gone,
-            busy={node.node_id for node in nodes if any(self._open_on(shard_id) for shard_id in node.shards)},
+            decide, lent, fixed, wanted, now_s=now_s, grace_s=grace_s, urgent=urgent, gone=gone, busy=busy
         )
+        self._last = seen
         self._tell(placement, {facts.node_id for facts in lent if facts.vanished_s is None})
 
     def _look(self, nodes: Sequence[Node], now_s: float) -> None:
@@ -337,6 +333,12 @@ class Placements:
                 if lacking not in self._last_reasons:
                     log.warning("%s", lacking)
         self._last_reasons = reasons
+
+
+def _substance(facts: NodeFacts) -> NodeFacts:
+    """Without what changes all the time, and alone is no reason to plan anew: speed, and a little of the disk."""
+    disk_gb = None if facts.disk_bytes is None else facts.disk_bytes >> 30
+    return replace(facts, layer_us=(), vanished_s=None, disk_bytes=disk_gb)
 
 
 def _assignment(deployed: _Deployed, layers: LayerRange) -> Assignment:
