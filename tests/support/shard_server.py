@@ -57,6 +57,8 @@ class ShardServer:
     open_refusal: pb.RefusalDetail | None = None
     #: Open waits for this.
     open_gate: asyncio.Event | None = None
+    #: So many Close calls get no answer.
+    deaf_closes: int = 0
     #: Where to listen; by default any free port.
     address: str = ""
     sessions: dict[bytes, pb.OpenRequest] = field(default_factory=dict)
@@ -186,6 +188,9 @@ class ShardServer:
 
     async def _close(self, request: pb.CloseRequest, context: Any) -> pb.CloseResponse:
         await self._check_ticket(request.ticket, context)
+        if self.deaf_closes:
+            self.deaf_closes -= 1
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "deaf")
         held = self.sessions.get(request.ticket.session_id)
         if held is not None and request.ticket.epoch < held.ticket.epoch:
             detail = pb.RefusalDetail(refusal=pb.REFUSAL_STALE_EPOCH, message="this epoch is over")

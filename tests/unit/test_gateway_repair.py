@@ -295,3 +295,12 @@ async def test_an_answer_that_cannot_be_repaired_leaves_nothing_behind() -> None
             await run(generations)
         assert len(head.opened) > 1
         await until(lambda: not head.sessions and not tail.sessions, "everybody has freed the session")
+
+
+async def test_a_hop_that_did_not_hear_of_the_end_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshnet.gateway.hops.LATE_CLOSES_S", (0.02, 0.02, 0.02))
+    head, tail = ShardServer(shard_id="head", layers=(0, 4)), ShardServer(shard_id="tail", layers=(4, 8))
+    tail.deaf_closes = 2
+    async with mesh(head, tail, close_timeout_s=0.1) as (generations, _):
+        assert (await run(generations)).telemetry.missing_hops == ("tail",)
+        await until(lambda: not tail.sessions, "the tail has freed the session")

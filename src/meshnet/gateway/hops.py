@@ -17,6 +17,9 @@ from meshnet.rpc.generated import shard_pb2 as pb
 
 _log = logging.getLogger(__name__)
 
+#: Between attempts to close a session on a hop that does not answer. It frees idle sessions after 120 s.
+LATE_CLOSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
+
 
 @dataclass
 class Hop:
@@ -89,7 +92,7 @@ class RouteHops:
         """Free the session on ``hops`` (by default all) and collect what each measured.
 
         Shards in ``unawaited`` are told as well, but nobody waits for their answers. A hop that does not answer is
-        logged: it frees the session by itself.
+        told again later, in the background; in the end it frees the session by itself.
         """
         if self._opens:
             # A Close must not overtake an Open that is still on its way; each Open has a deadline.
@@ -137,11 +140,26 @@ class RouteHops:
     async def _close_hop(self, hop: Hop) -> None:
         try:
             answer = await hop.worker.close(hop.ticket, timeout_s=self._settings.close_timeout_s)
-        except (HopLost, HopRefused) as error:
+        except HopRefused as error:
             _log.warning("could not close a session: %s", error)
+        except HopLost as error:
+            _log.warning("could not close a session, trying again: %s", error)
+            self._background.run_in_spare_time(self._close_late(hop))
+        else:
+            if answer.known:
+                hop.stats = answer.stats
+
+    async def _close_late(self, hop: Hop) -> None:
+        """Free a session on a hop that did not answer: it may be back before its own idle timeout."""
+        for pause_s in LATE_CLOSES_S:
+            await asyncio.sleep(pause_s)
+            try:
+                await hop.worker.close(hop.ticket, timeout_s=self._settings.close_timeout_s)
+            except HopLost:
+                continue
+            except HopRefused as error:
+                _log.info("could not close a session: %s", error)
             return
-        if answer.known:
-            hop.stats = answer.stats
 
 
 def _peer(shard: Shard) -> pb.Peer:
