@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from meshnet.core import LayerRange
 from meshnet.tracker.open_sessions import FADE_S, LONGEST_UNREPORTED_S, Hop, OpenSession, OpenSessions
+
+SHARDS = ("a", "b", "c", "d")
 
 
 def hops(*shard_ids: str) -> tuple[Hop, ...]:
@@ -112,3 +116,63 @@ def test_nothing_is_kept_for_ever() -> None:
     book.take_changed()
     state = {name: len(value) for name, value in vars(book).items()}
     assert state == dict.fromkeys(state, 0)
+
+
+class BookAgainstList(RuleBasedStateMachine):
+    """The book beside a plain list of what was given when."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.book = OpenSessions()
+        self.now_s = 10.0
+        self.number = 0
+        #: By session: its shards, each with the time from which it counts as given.
+        self.plain: dict[str, dict[str, float]] = {}
+        self.reported_s = dict.fromkeys(SHARDS, 0.0)
+
+    @rule(used=st.lists(st.sampled_from(SHARDS), min_size=1, max_size=3), restored=st.booleans())
+    def open(self, used: list[str], restored: bool) -> None:
+        self.number += 1
+        name = str(self.number)
+        self.book.add(session(name, *used, at_s=self.now_s), reported=restored)
+        self.plain[name] = dict.fromkeys(used, -1.0 if restored else self.now_s)
+
+    @precondition(lambda self: self.plain)
+    @rule(data=st.data(), used=st.lists(st.sampled_from(SHARDS), min_size=1, max_size=3))
+    def repair(self, data: st.DataObject, used: list[str]) -> None:
+        name = data.draw(st.sampled_from(sorted(self.plain)))
+        found = self.book.get(name)
+        assert found is not None
+        found.renewed_s = self.now_s
+        self.book.reroute(found, epoch=found.epoch + 1, hops=hops(*used), expires_unix_s=2000)
+        before = self.plain[name]
+        self.plain[name] = {shard_id: before.get(shard_id, self.now_s) for shard_id in used}
+
+    @precondition(lambda self: self.plain)
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.plain)))
+        assert self.book.remove(name) is not None
+        del self.plain[name]
+
+    @rule(shard_id=st.sampled_from(SHARDS))
+    def report(self, shard_id: str) -> None:
+        self.now_s += 1.0
+        self.reported_s[shard_id] = self.now_s
+        self.now_s += 1.0
+
+    @rule()
+    def tidy(self) -> None:
+        self.book.tidy(self.now_s)
+
+    @invariant()
+    def says_the_same(self) -> None:
+        assert len(self.book) == len(self.plain)
+        for shard_id in SHARDS:
+            given = [used[shard_id] for used in self.plain.values() if shard_id in used]
+            assert self.book.on(shard_id) == len(given)
+            since_s = self.reported_s[shard_id]
+            assert self.book.given_since(shard_id, since_s) == sum(at_s >= since_s for at_s in given)
+
+
+TestBookAgainstList = BookAgainstList.TestCase

@@ -71,7 +71,7 @@ class OpenSessions:
     def add(self, session: OpenSession, *, reported: bool = False) -> None:
         """``reported``: the workers have told of it already, or not; in any case nothing more will come of it."""
         self._sessions[session.session_id] = session
-        self._use(session, () if reported else (hop.shard_id for hop in session.hops))
+        self._use(session, () if reported else {hop.shard_id for hop in session.hops})
 
     def reroute(self, session: OpenSession, *, epoch: int, hops: tuple[Hop, ...], expires_unix_s: int) -> None:
         """Give an open session another route. Only shards that it did not use yet get busier."""
@@ -79,7 +79,7 @@ class OpenSessions:
         self._on.subtract(before)
         self._changed |= before
         session.epoch, session.hops, session.expires_unix_s = epoch, hops, expires_unix_s
-        self._use(session, (hop.shard_id for hop in hops if hop.shard_id not in before))
+        self._use(session, {hop.shard_id for hop in hops} - before)
         self._drop_zeros(before)
 
     def remove(self, session_id: str) -> OpenSession | None:
@@ -111,7 +111,8 @@ class OpenSessions:
         if not recent:
             del self._recent[shard_id]
             return 0
-        return sum(1 for _, session_id in recent if self._still_uses(session_id, shard_id))
+        # A session may have gone and come back meanwhile.
+        return len({session_id for _, session_id in recent if self._still_uses(session_id, shard_id)})
 
     def given_lately(self, shard_id: str, now_s: float) -> float:
         """How many sessions this shard was given, each counting less the longer it is ago."""
