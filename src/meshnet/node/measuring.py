@@ -280,7 +280,9 @@ def costs(
     sample_us = min(head_us + short.sample_us, 0.9 * short.token_us)
     context_tokens = lengths[1] - lengths[0]
     decode_slope = max(0.0, (long.token_us - short.token_us) / (n_layer * max(1, context_tokens)))
-    decode_us = (short.token_us - step_us - sample_us) / n_layer - decode_slope * (lengths[0] + NEW_TOKENS / 2)
+    # Where context costs nothing that can be seen, both runs measured the same thing.
+    token_us = short.token_us if decode_slope else (short.token_us + long.token_us) / 2
+    decode_us = (token_us - step_us - sample_us) / n_layer - decode_slope * (lengths[0] + NEW_TOKENS / 2)
     per_token = []
     for length, run in zip(lengths, (short, long), strict=True):
         n_chunks = -(-length // CHUNK_TOKENS)
