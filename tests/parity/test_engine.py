@@ -14,7 +14,7 @@ from tests.parity.tool import FULL, in_parallel, native_program, seeded
 from tests.support.tiny_models import TINY_MODELS, tiny_model
 
 #: Models and themes of a sample; `make parity` runs them all.
-SAMPLE = {"Batches": 2, "Refusals": 1, "Repair": 2, "Rollback": 3}
+SAMPLE = {"Batches": 2, "Refusals": 1, "Repair": 1, "Rollback": 3}
 
 
 @pytest.fixture(scope="module")
