@@ -42,7 +42,8 @@ class LentMesh(SwarmMesh):
         async def all_serve() -> dict[str, NodeStatus] | None:
             live = {node_id: node for node_id, node in (await self.nodes()).items() if node.state == "live"}
             settled = len(live) == n_nodes and all(
-                [one.layers for one in node.assignments] == [shard.layers for shard in node.shards if shard.ready]
+                sorted(str(one.layers) for one in node.assignments)
+                == sorted(str(shard.layers) for shard in node.shards if shard.ready)
                 and node.assignments
                 and not node.activities
                 for node in live.values()
@@ -117,10 +118,10 @@ async def test_a_node_steps_in_for_another_whose_return_moves_nobody(tmp_path: P
         assert (await running.story())[0] == undisturbed
 
 
-async def test_a_worker_alone_is_replaced_by_its_own_node(tmp_path: Path) -> None:
+async def test_a_worker_or_a_tracker_that_dies_alone_moves_nobody(tmp_path: Path) -> None:
     async with mesh(tmp_path) as empty:
         running = LentMesh(empty.directory, empty.started)
-        await running.serve("--deploy", DEPLOY)
+        tracker = await running.serve("--deploy", DEPLOY)
         await running.seed(fetch_sample("smollm2-135m-instruct"), "--name", NAME)
         agents = [await running.lent_node(f"store-{number}") for number in range(2)]
         before = await running.ready(2)
@@ -132,6 +133,15 @@ async def test_a_worker_alone_is_replaced_by_its_own_node(tmp_path: Path) -> Non
         after = await running.ready(2)
         assert layers_of(after) == layers_of(before)
         await asyncio.gather(*(running.withdrawn(shard_id) for shard_id in telemetry.missing_hops))
+
+        await end(tracker, signal.SIGKILL)
+        await running.serve("--deploy", DEPLOY)
+        again = await running.ready(2)
+        assert [node.shards[0].shard_id for node in again.values()] == [
+            node.shards[0].shard_id for node in after.values()
+        ]
+        assert [node.assignments for node in again.values()] == [node.assignments for node in after.values()]
+        assert (await running.story())[0] == undisturbed
 
 
 async def test_one_node_holds_two_models_and_lets_go_of_them_when_it_is_stopped(tmp_path: Path) -> None:

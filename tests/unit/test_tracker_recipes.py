@@ -6,7 +6,7 @@ import pytest
 
 from meshnet.errors import UsageError
 from meshnet.tracker.messages import PublishedArtifact
-from meshnet.tracker.recipes import Recipe, Wanted, wanted_artifacts
+from meshnet.tracker.recipes import Recipe, Wanted, unmatched, wanted_artifacts
 
 
 def published(name: str, digit: str, at: int) -> PublishedArtifact:
@@ -64,3 +64,4 @@ def test_recipes_choose_and_order() -> None:
         Wanted(known[1].digest, "b", 7, 4, 2),
         Wanted(known[0].digest, "a", 4096, 4, 1),
     ]
+    assert unmatched(recipes, known) == {"twice": 2, "unknown": 0}

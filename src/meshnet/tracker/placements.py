@@ -19,7 +19,7 @@ from meshnet.tracker.artifacts import Artifacts
 from meshnet.tracker.cuts import KnownCuts
 from meshnet.tracker.messages import Assignment
 from meshnet.tracker.nodes import LEFT, LIVE, Node
-from meshnet.tracker.recipes import Recipe, wanted_artifacts
+from meshnet.tracker.recipes import Recipe, unmatched, wanted_artifacts
 from meshnet.tracker.registry import Registry
 from meshnet.tracker.settings import TrackerSettings
 from meshnet.tracker.stock import decide, fixed_facts, layer_us, reported
@@ -83,6 +83,7 @@ class Placements:
         self._learned: set[str] = set()
         self._facts: dict[str, ModelFacts | None] = {}
         self._deployed: dict[str, _Deployed] = {}
+        self._unclear: dict[str, int] = {}
         #: What each node was told, by digest; also of those that vanished a moment ago.
         self._placed: dict[str, dict[str, LayerRange]] = {}
         self._told: dict[str, tuple[Assignment, ...]] = {}
@@ -211,7 +212,13 @@ class Placements:
 
     async def _deployments(self) -> dict[str, _Deployed]:
         found: dict[str, _Deployed] = {}
-        for wanted in wanted_artifacts(self._recipes, self._artifacts.all()):
+        published = self._artifacts.all()
+        unclear = unmatched(self._recipes, published)
+        if unclear != self._unclear:
+            self._unclear = unclear
+            for artifact, n_fitting in unclear.items():
+                log.warning("cannot deploy %s: %d published artifacts fit, not one", artifact, n_fitting)
+        for wanted in wanted_artifacts(self._recipes, published):
             facts = await self._facts_of(wanted.digest)
             if facts is None:
                 continue

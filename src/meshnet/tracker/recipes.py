@@ -71,10 +71,20 @@ def wanted_artifacts(recipes: Sequence[Recipe], published: Sequence[PublishedArt
         return [_wanted(Recipe(one.digest), one) for one in in_order]
     found: dict[str, Wanted] = {}
     for recipe in recipes:
-        fitting = [one for one in published if fits(recipe.artifact, one.digest, one.name)]
+        fitting = _fitting(recipe, published)
         if len(fitting) == 1:
             found.setdefault(fitting[0].digest, _wanted(recipe, fitting[0]))
     return list(found.values())
+
+
+def unmatched(recipes: Sequence[Recipe], published: Sequence[PublishedArtifact]) -> dict[str, int]:
+    """What recipes ask for that is not clear: how many artifacts fit, none or several."""
+    counts = {recipe.artifact: len(_fitting(recipe, published)) for recipe in recipes}
+    return {artifact: count for artifact, count in counts.items() if count != 1}
+
+
+def _fitting(recipe: Recipe, published: Sequence[PublishedArtifact]) -> list[PublishedArtifact]:
+    return [one for one in published if fits(recipe.artifact, one.digest, one.name)]
 
 
 def _wanted(recipe: Recipe, artifact: PublishedArtifact) -> Wanted:
