@@ -139,6 +139,21 @@ async def test_a_shard_is_not_more_than_its_worker_says(bench: Bench, change: di
     assert bench.servers["n1"].opened == []
 
 
+async def test_a_shard_that_changes_is_asked_again(bench: Bench) -> None:
+    await bench.worker("n1", (0, 5))
+    await bench.offer("n1")
+    await bench.until("n1", "no route: layers 5:8 are missing")
+    await bench.offer("n1", lambda shard: shard.model_copy(update={"layers": LayerRange(start=0, end=4)}))
+    await bench.until("n1", "advertises layers 0:4 but its worker says 0:5")
+    await bench.worker("n2", (5, 8))
+    await bench.offer("n1")
+    await bench.offer("n2")
+    await bench.until("n1", None)
+    await bench.offer("n1", lambda shard: shard.model_copy(update={"compatibility_id": "newer"}))
+    await bench.until("n1", "advertises build newer but its worker says test")
+    assert bench.registry.is_ready("n2/w")
+
+
 async def test_another_worker_at_the_address_is_told(bench: Bench) -> None:
     await bench.worker("n1")
     await bench.worker("n2")

@@ -62,6 +62,7 @@ class _Seen:
 class _Trial:
     """What was tried with a shard. A shard that is ready has one only while probes go round it."""
 
+    shard: Shard | None = None
     #: From its worker's description; 0 until it was asked and has agreed.
     n_vocab: int = 0
     failures: int = 0
@@ -120,9 +121,13 @@ class Prober:
         }
         for shard_id in self._trials.keys() - self._seen.keys():
             del self._trials[shard_id]
-        for shard_id in self._seen:
-            if not self._registry.is_ready(shard_id):
-                self._trials.setdefault(shard_id, _Trial())
+        for shard_id, seen in self._seen.items():
+            if self._registry.is_ready(shard_id):
+                continue
+            trial = self._trials.setdefault(shard_id, _Trial())
+            if trial.shard is not seen.shard:
+                # New, or advertised as something else than it was: its worker is asked (again).
+                trial.shard, trial.n_vocab = seen.shard, 0
 
     def _due(self) -> list[str]:
         """Shards that are not ready and that it is time for; those that failed least come first."""
@@ -159,9 +164,9 @@ class Prober:
             reason = disagreement(shard, description)
             if reason is None and description.n_vocab == 0:
                 reason = "its worker knows no vocabulary"
-            if reason is None:
+            if reason is None and trial.shard is shard:
                 trial.n_vocab = description.n_vocab
-            else:
+            elif reason is not None:
                 await self._fail(shard.shard_id, reason)
         except HopLost:
             await self._fail(shard.shard_id, f"cannot be reached at {shard.address} from the tracker")

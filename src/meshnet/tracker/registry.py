@@ -353,13 +353,14 @@ class Registry:
                     self._neighbourhoods.remove(before.shard)
                     self._forget_address(node, before.shard.address)
                 self._neighbourhoods.add(node.node_id, one.shard)
+                self.changed.set()
             self._at[one.shard.address] = node.node_id
         for shard_id in new:
             self._owners[shard_id] = node.node_id
             log.info("shard %s advertised at %s", shard_id, shards[shard_id].shard.address)
         node.shards = shards
         self._readiness.forget(gone)
-        if gone or new:
+        if gone:
             self.changed.set()
 
     def _forget_address(self, node: Node, address: str) -> None:
