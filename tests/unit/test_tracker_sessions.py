@@ -329,6 +329,20 @@ async def test_a_restart_keeps_open_sessions(mesh: SessionMesh) -> None:
     assert once_more.sessions.n_open == 0
 
 
+async def test_a_repair_whose_answer_was_lost_with_the_tracker_is_asked_for_again(mesh: SessionMesh) -> None:
+    await mesh.offer(*halves(), advertise(make_shard("b2", "3:8")))
+    session = await mesh.sessions.open_session("tiny", avoid_shards=["b2"])
+    await mesh.sessions.repair_session(session.session_id, epoch=1, lost_shards=["b"])
+    again = await mesh.restarted()
+    with pytest.raises(SessionLost):
+        await again.sessions.repair_session(session.session_id, epoch=0, lost_shards=["b"])
+    repaired = await again.sessions.repair_session(session.session_id, epoch=1, lost_shards=["b"])
+    assert (repaired.epoch, [shard.shard_id for shard in repaired.route.shards]) == (3, ["a", "b2"])
+    # Now the tracker knows.
+    with pytest.raises(SessionLost):
+        await again.sessions.repair_session(session.session_id, epoch=2, lost_shards=["b2"])
+
+
 async def test_after_a_restart_every_session_has_a_whole_lease(mesh: SessionMesh) -> None:
     await mesh.offer(*halves())
     session = await mesh.sessions.open_session("tiny")

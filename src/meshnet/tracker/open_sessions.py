@@ -32,7 +32,8 @@ class Hop:
 
 @dataclass
 class OpenSession:
-    """One open session. ``hops`` are those of its last epoch."""
+    """One open session. ``hops`` are those of its last epoch. ``unsure``: nobody knows whether its gateway ever got the
+    tickets of that epoch, because the tracker may have been killed before it could answer."""
 
     session_id: str
     epoch: int
@@ -41,6 +42,7 @@ class OpenSession:
     hops: tuple[Hop, ...]
     expires_unix_s: int
     renewed_s: float
+    unsure: bool = False
 
     def uses(self, shard_id: str) -> bool:
         return any(hop.shard_id == shard_id for hop in self.hops)

@@ -53,6 +53,7 @@ class SessionStore:
                     hops=tuple(hops.get(row.session_id, ())),
                     expires_unix_s=row.expires_unix_s,
                     renewed_s=renewed_s,
+                    unsure=row.epoch > 1,
                 )
                 for row in rows
             ]

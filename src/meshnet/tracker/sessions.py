@@ -135,13 +135,15 @@ class Sessions:
         The lost shards are suspect for a few seconds: other sessions avoid them too, as long as there is another way.
 
         Raises:
-            SessionLost: the session is not open, or ``epoch`` is not its last one.
+            SessionLost: the session is not open, or ``epoch`` is not its last one (or the one before it, as long as a
+                restarted tracker cannot know whether the gateway got the last one).
             NoRoute: nothing can take the place of what is lost, now; the session stays as it is.
             TrackerUnavailable: the database failed; the session stays as it is.
         """
         now_s, now_unix_s = self._registry.now_s(), int(self._clock())
         session = self._good(session_id, now_unix_s)
-        if session.epoch != epoch:
+        # After a restart the gateway may ask again for what was written down and never answered.
+        if epoch != session.epoch and not (session.unsure and epoch == session.epoch - 1):
             raise SessionLost(f"epoch {epoch} of this session is over; its last one is {session.epoch}")
         after(SessionState.OPEN, SessionEvent.REPAIRED)
         self._open.suspect(lost_shards, now_s + self._settings.suspect_s)
@@ -157,20 +159,23 @@ class Sessions:
             self.unrepairable(lost_shards)
             raise
         before = (session.epoch, session.hops, session.expires_unix_s)
+        unsure, next_epoch = session.unsure, session.epoch + 1
         keys, hops, expires_unix_s = self._keys(route), self._hops(route), self._expiry(now_unix_s)
         known = {hop.shard_id for hop in before[1]}
         new = [self._market.origin(shard.shard_id) for shard in route.shards if shard.shard_id not in known]
         # At once, so that of two repairs of the same epoch one is refused.
-        self._open.reroute(session, epoch=epoch + 1, hops=hops, expires_unix_s=expires_unix_s)
+        self._open.reroute(session, epoch=next_epoch, hops=hops, expires_unix_s=expires_unix_s)
+        session.unsure = False
         try:
-            await self._store.reroute(session_id, epoch=epoch + 1, hops=hops, expires_unix_s=expires_unix_s)
+            await self._store.reroute(session_id, epoch=next_epoch, hops=hops, expires_unix_s=expires_unix_s)
         except Exception:
-            if self._is_at(session, epoch + 1):
+            if self._is_at(session, next_epoch):
                 self._open.reroute(session, epoch=before[0], hops=before[1], expires_unix_s=before[2])
+                session.unsure = unsure
             raise
-        if not self._is_at(session, epoch + 1):
+        if not self._is_at(session, next_epoch):
             raise SessionLost("the session was closed, or repaired again, while it was repaired")
-        log.info("session repaired: epoch %d, lost %s", epoch + 1, ", ".join(sorted(lost_shards)) or "nothing")
+        log.info("session repaired: epoch %d, lost %s", next_epoch, ", ".join(sorted(lost_shards)) or "nothing")
         return _ticketed(session, route, keys).model_copy(update={"replacements": tuple(new)})
 
     async def renew_sessions(self, session_ids: Collection[str]) -> Sequence[str]:
