@@ -6,8 +6,10 @@ cause. ``MESHNET_KILLS`` says how many cases (``make kill-matrix`` takes 200), `
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,8 @@ async def test_a_client_notices_nothing_but_a_pause(tmp_path: Path) -> None:
         killer = Killer(mesh, log=Path(LOG) if LOG else None)
         outcomes = await run_matrix(killer, KILLS, SEED)
         await slow_is_not_lost(killer)
+        await one_after_the_other(killer)
+        await the_next_before_the_first_is_mended(killer)
     # The moments are hit: not many faults come when all is over.
     assert sum(outcome.tokens_before is not None for outcome in outcomes) >= 0.75 * KILLS
     assert sum(bool(outcome.repairs) for outcome in outcomes) >= 0.5 * KILLS
@@ -85,6 +89,52 @@ async def slow_is_not_lost(killer: Killer) -> None:
     assert answer.tokens == undisturbed.tokens
     # Each token goes once round the ring.
     assert answer.total_s > 3 * SLOW_IN_TIME_S * (killer.sizes.max_tokens - 1)
+    await killer.mesh.mend()
+
+
+async def one_after_the_other(killer: Killer) -> None:
+    """Head, middle and tail of the route as it is then, each after some more tokens."""
+    # Long enough that an answer does not end while it is asked who computes it.
+    question = replace(Case("crash", "head", "decode", "seeded", True, 0.0, 2).question(killer.sizes), max_tokens=900)
+    undisturbed = await killer.undisturbed(question)
+    after_tokens = (10, 200, 400)
+    killed: list[str] = []
+
+    async def on_text(tokens: int) -> None:
+        hop = len(killed)
+        if hop < len(after_tokens) and tokens >= after_tokens[hop]:
+            victim = (await killer.mesh.route())[hop]
+            await killer.mesh.crash(victim)
+            killed.append(victim.shard_id)
+
+    answer = await killer.mesh.ask(question, on_text=on_text)
+    assert answer.telemetry is not None, answer.error
+    assert [repair.hop for repair in answer.telemetry.repairs] == killed
+    assert (answer.done, answer.finish_reasons) == (True, ["length"])
+    assert answer.tokens == undisturbed.tokens
+    await killer.mesh.mend()
+
+
+async def the_next_before_the_first_is_mended(killer: Killer) -> None:
+    """The tail dies while the history is computed again because the middle did."""
+    question = Case("crash", "middle", "prefill", "greedy", True, 0.9, 2).question(killer.sizes)
+    undisturbed = await killer.undisturbed(question)
+    asking = asyncio.create_task(killer.mesh.ask(question))
+    try:
+        _, middle, tail = await killer.mesh.route()
+        await killer.mesh.computed(middle, killer.sizes.long_tokens // 2)
+        await killer.mesh.crash(middle)
+        spare = next(each for each in killer.mesh.replicas if each.layers == middle.layers and each is not middle)
+        await killer.mesh.computed(spare, 1)
+        await killer.mesh.crash(tail)
+        answer = await asking
+    finally:
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+    assert answer.telemetry is not None, answer.error
+    assert [repair.hop for repair in answer.telemetry.repairs] == [middle.shard_id, tail.shard_id]
+    assert (answer.done, answer.finish_reasons) == (True, ["length"])
+    assert answer.tokens == undisturbed.tokens
     await killer.mesh.mend()
 
 

@@ -223,8 +223,15 @@ class KillMesh(Mesh):
         n_layer = max(replica.layers.end for replica in self.replicas)
 
         async def open_everywhere() -> list[Replica]:
-            statuses = await asyncio.gather(*map(self.worker_status, self.replicas))
-            found = [each for each, status in zip(self.replicas, statuses, strict=True) if status.open_sessions]
+            asked = await asyncio.gather(*map(self.worker_status, self.replicas), return_exceptions=True)
+            found = []
+            for replica, status in zip(self.replicas, asked, strict=True):
+                if isinstance(status, MeshnetError):
+                    continue  # it was killed, and is not back yet
+                if isinstance(status, BaseException):
+                    raise status
+                if status.open_sessions:
+                    found.append(replica)
             found.sort(key=lambda replica: replica.layers.start)
             ends = [0, *(replica.layers.end for replica in found)]
             chained = [replica.layers.start for replica in found] == ends[:-1] and ends[-1] == n_layer
