@@ -57,13 +57,12 @@ def resume_positions(cached_tokens: Sequence[int], last_step: int, *, can_rollba
     """Per hop, the position from which on it must compute, if hops hold ``cached_tokens`` of the known prefix.
 
     A hop that lacks a position needs its boundary, so all hops before it compute that too. The step that began at
-    ``last_step`` is always computed, whole, because the next token is sampled from its last one: a hop that already has
-    it takes it back, and one whose model cannot (``can_rollback`` False) starts over.
+    ``last_step`` is always computed, whole, because the next token is sampled from its last one. A hop takes back what it
+    holds beyond its position; one whose model cannot (``can_rollback`` False) starts over.
     """
-    held = [cached if cached <= last_step or can_rollback else 0 for cached in cached_tokens]
     positions: list[int] = []
     lowest = last_step
-    for cached in reversed(held):
-        lowest = min(lowest, cached)
+    for cached in reversed(cached_tokens):
+        lowest = 0 if cached > lowest and not can_rollback else min(lowest, cached)
         positions.append(lowest)
     return positions[::-1]
