@@ -120,7 +120,7 @@ async def run(load: Load) -> Result:
         tracker, url = await stack.enter_async_context(_tracker(directory, token, load.heartbeat_s))
         nodes = make_nodes(load.nodes, load.n_layer, load.layers_per_shard, seed=load.seed)
         await stack.enter_async_context(SimulatedWorkers(nodes))
-        client = await stack.enter_async_context(TrackerClient(url, token))
+        client = await stack.enter_async_context(TrackerClient(url, token, timeout_s=60.0))
         return await _Run(load, url, token, tracker, client, nodes).measure()
 
 
