@@ -20,7 +20,6 @@ log = logging.getLogger(__name__)
 
 LIVE, LOST, LEFT = "live", "lost", "left"
 
-_NODES, _SHARDS = NodeRow.__table__, ShardRow.__table__
 _NODE_COLUMNS = ("lease_epoch", "instance", "version", "state", "last_seen_unix_s", "public_key", "machine")
 
 
@@ -113,9 +112,9 @@ def write_node(session: Session, node: Node, proven: Collection[str], models: Se
     # Statements rather than objects: when hundreds of nodes come at once, this is what the tracker does.
     values = {name: getattr(node, name) for name in _NODE_COLUMNS}
     of_node = NodeRow.node_id == node.node_id
-    if not connection.execute(update(_NODES).where(of_node).values(values)).rowcount:
-        connection.execute(insert(_NODES).values(node_id=node.node_id, **values))
-    connection.execute(delete(_SHARDS).where(ShardRow.node_id == node.node_id))
+    if not connection.execute(update(NodeRow).where(of_node).values(values)).rowcount:
+        connection.execute(insert(NodeRow).values(node_id=node.node_id, **values))
+    connection.execute(delete(ShardRow).where(ShardRow.node_id == node.node_id))
     shards = [
         {
             "shard_id": shard_id,
@@ -127,7 +126,7 @@ def write_node(session: Session, node: Node, proven: Collection[str], models: Se
         for shard_id, one in node.shards.items()
     ]
     if shards:
-        connection.execute(insert(_SHARDS), shards)
+        connection.execute(insert(ShardRow), shards)
     for model in models:
         # Another node may have offered it first at the same moment.
         if session.get(ModelRow, (model.model, model.artifact_digest)) is None:
@@ -135,7 +134,7 @@ def write_node(session: Session, node: Node, proven: Collection[str], models: Se
 
 
 def write_proven(session: Session, shard_ids: Collection[str], *, proven: bool) -> None:
-    session.connection().execute(update(_SHARDS).where(ShardRow.shard_id.in_(shard_ids)).values(proven=proven))
+    session.connection().execute(update(ShardRow).where(ShardRow.shard_id.in_(shard_ids)).values(proven=proven))
 
 
 def new_models(node: Node, known: Collection[tuple[str, str]]) -> list[KnownModel]:
