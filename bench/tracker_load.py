@@ -32,7 +32,7 @@ from meshnet.tracker.messages import PREFIX, OpenSession, SessionEnd
 TARGET_ROUTE_P99_MS = 20.0
 #: Memory counts as flat if it grows by less than this in ten minutes, once it has settled.
 TARGET_GROWTH_MB = 8.0
-_READY_TIMEOUT_S = 120.0
+_READY_TIMEOUT_S = 300.0
 _REGISTERING_AT_ONCE = 32
 
 
