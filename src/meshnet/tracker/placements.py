@@ -17,12 +17,13 @@ from meshnet.planner.model_reading import facts_of
 from meshnet.planner.snapshot import Held, NodeFacts, Placement, Wanted
 from meshnet.tracker.artifacts import Artifacts
 from meshnet.tracker.cuts import KnownCuts
+from meshnet.tracker.decisions import decide
 from meshnet.tracker.messages import Assignment
 from meshnet.tracker.nodes import LEFT, LIVE, Node
 from meshnet.tracker.recipes import Recipe, unmatched, wanted_artifacts
 from meshnet.tracker.registry import Registry
 from meshnet.tracker.settings import TrackerSettings
-from meshnet.tracker.stock import decide, fixed_facts, layer_us, reported
+from meshnet.tracker.stock import fixed_facts, layer_us, reported
 
 log = logging.getLogger(__name__)
 
