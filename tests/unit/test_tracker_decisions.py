@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from meshnet.core import LayerRange
 from meshnet.planner.snapshot import Held, NodeFacts, Placement, Wanted, with_placement
@@ -133,3 +135,41 @@ def test_what_is_begun_and_not_complete_gives_way() -> None:
     placement = decided(nodes, BIG, A)
     assert placement.uncovered["a"] == ()
     assert decided(with_placement(nodes, placement), BIG, A).ranges == placement.ranges
+
+
+@st.composite
+def meshes(draw: st.DrawFn) -> tuple[list[Wanted], list[NodeFacts]]:
+    """Up to three small models, and up to five nodes that hold anything or nothing of them."""
+    wanted = [
+        Wanted(make_facts([GB] * draw(st.integers(1, 6)), name=name), 10, 1, draw(st.integers(1, 2)))
+        for name in "abc"[: draw(st.integers(1, 3))]
+    ]
+    nodes = []
+    for number in range(draw(st.integers(0, 5))):
+        held = []
+        for want in wanted:
+            if draw(st.integers(0, 2)) == 0:
+                start = draw(st.integers(0, want.facts.n_layer - 1))
+                end = draw(st.integers(start + 1, want.facts.n_layer))
+                held.append(Held(want.model, LayerRange(start=start, end=end)))
+        memory_bytes = draw(st.integers(1, 9)) * GB + GB // 2
+        nodes.append(NodeFacts(f"n{number}", memory_bytes, None, tuple(held)))
+    return wanted, nodes
+
+
+@settings(deadline=None)
+@given(meshes())
+def test_plans_come_to_rest_and_never_cover_less(mesh: tuple[list[Wanted], list[NodeFacts]]) -> None:
+    wanted, nodes = mesh
+    before = decided(nodes, *wanted)
+    for _ in range(8):
+        nodes = with_placement(nodes, before)
+        after = decided(nodes, *wanted)
+        complete = {model for model, layers in before.uncovered.items() if not layers}
+        assert all(not after.uncovered[model] for model in complete)
+        if {node: set(held) for node, held in after.ranges.items()} == {
+            node: set(held) for node, held in before.ranges.items()
+        }:
+            return
+        before = after
+    raise AssertionError("eight plans, and still others")

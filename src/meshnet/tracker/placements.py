@@ -324,7 +324,8 @@ class Placements:
     def _tell(self, placement: Placement, present: Collection[str]) -> None:
         digests = {deployed.want.model: deployed for deployed in self._deployed.values()}
         for node_id in sorted(present):
-            placed = {digests[held.model].digest: held.layers for held in placement.ranges.get(node_id, ())}
+            held_here = placement.ranges.get(node_id, ())
+            placed = dict(sorted((digests[held.model].digest, held.layers) for held in held_here))
             told = tuple(_assignment(self._deployed[digest], layers) for digest, layers in placed.items())
             if told != self._told.get(node_id):
                 what = ", ".join(f"{one.layers} of {one.model}" for one in told) or "nothing"
