@@ -10,7 +10,7 @@ import pytest
 from meshnet.core import LayerRange
 from meshnet.planner.offers import Link, Offer
 from meshnet.tracker.database import Database, sqlite_url
-from meshnet.tracker.market import FRESH_S, LINKS_S, Market
+from meshnet.tracker.market import FRESH_S, LINKS_S, MEASURED_TOKENS, Market
 from meshnet.tracker.messages import Heartbeat, LinkMeasure, ShardAdvertisement, ShardLoad
 from meshnet.tracker.open_sessions import Hop, OpenSession, OpenSessions
 from meshnet.tracker.registry import Registry
@@ -70,8 +70,8 @@ async def test_what_a_worker_reports_is_its_offer(place: Place) -> None:
         queued_frames=3,
         prefill_tokens=100,
         prefill_compute_us=8_000,
-        decode_tokens=10,
-        decode_compute_us=4_000,
+        decode_tokens=100,
+        decode_compute_us=40_000,
     )
     await place.report("n1", worker("a", load), worker("b"))
     offers = place.offers()
@@ -79,6 +79,17 @@ async def test_what_a_worker_reports_is_its_offer(place: Place) -> None:
     assert (a.busy, a.free_slots, a.node_id, a.prefill_us, a.decode_us, a.recent) == (0.5, 8, "n1", 10.0, 50.0, 0.0)
     assert (b.busy, b.free_slots, b.prefill_us, b.decode_us) == (0.0, 10, None, None)
     assert (place.market.node_of("a"), place.market.worker_key("a").hex()) == ("n1", WORKER_KEY)
+
+
+@pytest.mark.parametrize(("tokens", "us"), [(MEASURED_TOKENS - 1, None), (MEASURED_TOKENS, 12.5)])
+async def test_a_probe_alone_is_no_measure_of_speed(place: Place, tokens: int, us: float | None) -> None:
+    us_spent = 100 * tokens
+    load = ShardLoad(
+        prefill_tokens=tokens, prefill_compute_us=us_spent, decode_tokens=tokens, decode_compute_us=us_spent
+    )
+    await place.report("n1", worker("a", load))
+    offer = place.offers()["a"]
+    assert (offer.prefill_us, offer.decode_us) == (us, us)
 
 
 async def test_sessions_count_until_the_worker_counts_them(place: Place) -> None:

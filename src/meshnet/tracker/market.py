@@ -15,6 +15,9 @@ from meshnet.tracker.registry import Registry
 #: Links are measured now and then, and looked at for every session: they are read this often.
 LINKS_S = 2.0
 
+#: Of fewer tokens nothing follows: every shard starts with the few of a probe, and those found it cold.
+MEASURED_TOKENS = 64
+
 #: What a shard was given lately fades; an offer that tells of it is made anew after this.
 FRESH_S = 1.0
 
@@ -39,8 +42,8 @@ class _Known:
             busy=(taken + load.queued_frames) / shard.session_slots,
             node_id=self.node_id,
             free_slots=shard.session_slots - taken,
-            prefill_us=_rate(load.prefill_compute_us, load.prefill_tokens * layers),
-            decode_us=_rate(load.decode_compute_us, load.decode_tokens * layers),
+            prefill_us=_rate(load.prefill_compute_us, load.prefill_tokens, layers),
+            decode_us=_rate(load.decode_compute_us, load.decode_tokens, layers),
             recent=lately,
         )
 
@@ -124,6 +127,6 @@ class Market:
         return links
 
 
-def _rate(total_us: int, n: int) -> float | None:
-    """Microseconds per layer and token; None where nothing was measured."""
-    return total_us / n if n and total_us else None
+def _rate(total_us: int, tokens: int, layers: int) -> float | None:
+    """Microseconds per layer and token; None where too little was measured to tell."""
+    return total_us / tokens / layers if tokens >= MEASURED_TOKENS and total_us else None
