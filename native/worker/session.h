@@ -37,6 +37,7 @@ struct Session {
     std::shared_ptr<Link> next_link;  // not at the tail
     std::shared_ptr<Link> head_link;  // not at the head: failures, and at the tail tokens, go there
     uint64_t inbound_stream = 0;      // brought the latest frame; 0 is none
+    int64_t inbound_lost_us = 0;      // when it broke; 0 while it stands
 
     uint32_t token_capacity = 0;
     int64_t idle_timeout_us = 0;

@@ -275,6 +275,7 @@ void Worker::place(Session & session, const v1::OpenRequest & request, std::shar
     session.next = request.next();
     session.head = request.head();
     session.inbound_stream = 0;
+    session.inbound_lost_us = 0;
     session.token_capacity = request.token_capacity();
     session.idle_timeout_us =
         request.idle_timeout_s() > 0 ? int64_t{request.idle_timeout_s()} * 1'000'000 : options_.idle_timeout_ms * 1000;

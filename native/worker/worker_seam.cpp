@@ -29,6 +29,7 @@ Refusal Worker::on_frame(PendingCredit credit, v1::SeamFrame frame, uint64_t byt
         } else {
             auto & s = *session;
             s.inbound_stream = credit.stream_id();
+            s.inbound_lost_us = 0;
             s.last_activity_us = credit.arrived_us();
             s.stats->set_bytes_in(s.stats->bytes_in() + bytes);
             s.stats->set_frames_in(s.stats->frames_in() + 1);
@@ -319,7 +320,12 @@ void Worker::on_inbound_lost(uint64_t stream_id) {
             auto & s = *session;
             if (s.inbound_stream == stream_id) {
                 s.inbound_stream = 0;
-                peer_lost(s, s.is_head() ? s.n_hops - 1 : s.hop_index - 1, "its stream broke", effects);
+                if (s.is_head()) {
+                    peer_lost(s, s.n_hops - 1, "its stream broke", effects);
+                } else {
+                    // A hop whose way here broke is not lost: it notices by itself, and knows better who is to blame.
+                    s.inbound_lost_us = now_us();
+                }
             }
         }
     }
