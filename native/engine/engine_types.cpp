@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "engine/sha256.h"
 #include "engine/shard_engine.h"
 
@@ -77,6 +79,14 @@ std::string BoundarySchema::digest() const {
         text += "\n";
     }
     return sha256_hex(text);
+}
+
+const BoundarySchema * EngineDescription::boundary_at(int32_t layer) const {
+    if (layer == layers.start || layer == layers.end) {
+        return layer == layers.start ? &boundary_in : &boundary_out;
+    }
+    const auto cut = std::find(legal_cuts.begin(), legal_cuts.end(), static_cast<uint32_t>(layer));
+    return layer < 0 || cut == legal_cuts.end() ? nullptr : &cut_boundaries[cut - legal_cuts.begin()];
 }
 
 }  // namespace meshnet

@@ -155,6 +155,29 @@ Status to_schema(const llama_shard_boundary & boundary, BoundarySchema & schema)
     return Status::success();
 }
 
+// What crosses the cut before layer k of a range that is legal itself, if it is legal on both sides.
+Status probe_cut(llama_context * context, LayerRange layers, int32_t k, BoundarySchema & boundary) {
+    const llama_shard_info before = llama_shard_probe(context, layers.start, k);
+    if (!before.error.empty()) {
+        return {Code::illegal_cut, before.error};
+    }
+    const llama_shard_info after = llama_shard_probe(context, k, layers.end);
+    if (!after.error.empty()) {
+        return {Code::illegal_cut, after.error};
+    }
+    BoundarySchema in;
+    if (Status status = to_schema(before.out, boundary); !status.ok()) {
+        return status;
+    }
+    if (Status status = to_schema(after.in, in); !status.ok()) {
+        return status;
+    }
+    if (in.digest() != boundary.digest()) {
+        return {Code::illegal_cut, "what the layers before it give is not what those after it take"};
+    }
+    return Status::success();
+}
+
 std::string token_text(const llama_vocab * vocab, llama_token token) {
     return token == LLAMA_TOKEN_NULL ? std::string() : std::string(llama_vocab_get_text(vocab, token));
 }
@@ -316,15 +339,13 @@ Status LlamaEngine::probe(const EngineConfig & config, ggml_type type_k, ggml_ty
         return {Code::illegal_cut, "layers " + std::to_string(start) + ":" + std::to_string(end) + " of '" +
                                        config.model_path + "' cannot be cut out: " + info.error};
     }
-    for (int32_t k = start + 1; k < end; ++k) {
-        std::string error = llama_shard_probe(context.get(), start, k).error;
-        if (error.empty()) {
-            error = llama_shard_probe(context.get(), k, end).error;
-        }
-        if (error.empty()) {
+    for (int32_t k = start + 1; k < end && config.find_cuts; ++k) {
+        BoundarySchema boundary;
+        if (const Status status = probe_cut(context.get(), {start, end}, k, boundary); status.ok()) {
             description_.legal_cuts.push_back(static_cast<uint32_t>(k));
+            description_.cut_boundaries.push_back(std::move(boundary));
         } else {
-            description_.illegal_cuts.emplace_back(static_cast<uint32_t>(k), error);
+            description_.illegal_cuts.emplace_back(static_cast<uint32_t>(k), status.message);
         }
     }
 
@@ -376,7 +397,9 @@ Status LlamaEngine::needs(const EngineConfig & config, RangeNeeds & needs) {
     EngineConfig actual;
     ggml_type type_k;
     ggml_type type_v;
-    if (Status status = prepare(config, actual, type_k, type_v); !status.ok()) {
+    EngineConfig quick = config;
+    quick.find_cuts = false;
+    if (Status status = prepare(quick, actual, type_k, type_v); !status.ok()) {
         return status;
     }
     needs = {description_.n_layer, description_.layers, globals_};
@@ -466,6 +489,9 @@ Status LlamaEngine::load(const EngineConfig & config) {
     for (const auto & [buffer_type, bytes] : llama_get_memory_breakdown(context_.get())) {
         d.kv_bytes += bytes.context;
         d.compute_bytes += bytes.compute;
+        // Weights that are used as they are in the file are in memory once, however often they are mapped.
+        const bool mapped = std::string_view(ggml_backend_buft_name(buffer_type)) == "CPU_Mapped";
+        d.copied_bytes += mapped ? 0 : bytes.model;
     }
     d.kv_bytes_per_token = d.kv_bytes / llama_n_ctx(context_.get());
     return Status::success();

@@ -91,6 +91,7 @@ struct EngineConfig {
     bool weights_mmap = true;
     uint32_t rollback_tokens = 0;  // recurrent-state snapshots kept for rollback
     uint32_t step_outputs = 16;    // most logits rows of one execute()
+    bool find_cuts = true;         // describe() tells legal and illegal cuts, which takes a dry run for each layer
 };
 
 struct EngineDescription {
@@ -105,6 +106,7 @@ struct EngineDescription {
     BoundarySchema boundary_out;
     bool needs_token_ids = false;
     std::vector<uint32_t> legal_cuts;                            // start < k < end
+    std::vector<BoundarySchema> cut_boundaries;                  // what crosses each of them, in the same order
     std::vector<std::pair<uint32_t, std::string>> illegal_cuts;  // the others, with the reason
     uint32_t session_tokens = 0;
     uint32_t sequences = 0;
@@ -112,6 +114,7 @@ struct EngineDescription {
     uint32_t step_outputs = 0;
     uint64_t kv_bytes_per_token = 0;
     uint64_t weight_bytes = 0;
+    uint64_t copied_bytes = 0;  // weights in memory of the engine's own, not mapped from the file
     uint64_t kv_bytes = 0;
     uint64_t compute_bytes = 0;
     std::string compatibility_id;
@@ -128,6 +131,8 @@ struct EngineDescription {
     bool is_tail() const {
         return layers.end == static_cast<int32_t>(n_layer);
     }
+    // What crosses before `layer`; null if the range neither begins nor ends nor can be cut there.
+    const BoundarySchema * boundary_at(int32_t layer) const;
 };
 
 // Consecutive tokens of one sequence. tokens are always given; boundary holds boundary_in's tensors for them

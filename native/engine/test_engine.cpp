@@ -87,8 +87,9 @@ class TestEngine final : public ShardEngine {
             d.boundary_out = schema(boundary_tensors);
         }
         d.needs_token_ids = true;
-        for (int32_t cut = d.layers.start + 1; cut < d.layers.end; ++cut) {
+        for (int32_t cut = d.layers.start + 1; cut < d.layers.end && config.find_cuts; ++cut) {
             d.legal_cuts.push_back(static_cast<uint32_t>(cut));
+            d.cut_boundaries.push_back(schema(boundary_tensors));
         }
         d.session_tokens = config.session_tokens;
         d.sequences = config.sequences;

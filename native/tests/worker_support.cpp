@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <chrono>
 #include <random>
 
@@ -265,16 +266,31 @@ Outcome HopClient::generate(const v1::GenerateRequest & request,
 
 Hop::Hop(const std::string & model, LayerRange layers, WorkerOptions options, uint32_t sequences,
          uint32_t session_tokens)
-    : Hop(make_engine(model, layers, session_tokens, sequences), std::move(options)) {}
+    : Hop(make_engine(model, layers, session_tokens, sequences), std::move(options),
+          [=](LayerRange part, std::unique_ptr<ShardEngine> & engine) {
+              engine = make_engine(model, part, session_tokens, sequences);
+              return Status::success();
+          }) {}
 
-Hop::Hop(std::unique_ptr<ShardEngine> engine, WorkerOptions options) {
+Hop::Hop(std::unique_ptr<ShardEngine> engine, WorkerOptions options, LoadPart load_part) {
     const auto layers = engine->describe().layers;
+    LoadPart load_controlled;
+    if (load_part != nullptr) {
+        load_controlled = [load_part, control = control_](LayerRange part, std::unique_ptr<ShardEngine> & loaded) {
+            std::unique_ptr<ShardEngine> inner;
+            const Status status = load_part(part, inner);
+            if (status.ok()) {
+                loaded = std::make_unique<ControlledEngine>(std::move(inner), control);
+            }
+            return status;
+        };
+    }
     if (options.shard_id.empty()) {
         options.shard_id = "shard-" + std::to_string(layers.start) + "-" + std::to_string(layers.end);
     }
     options.artifact_digest = artifact;
-    worker_ =
-        std::make_unique<Worker>(std::make_unique<ControlledEngine>(std::move(engine), control_), std::move(options));
+    worker_ = std::make_unique<Worker>(std::make_unique<ControlledEngine>(std::move(engine), control_),
+                                       std::move(options), std::move(load_controlled));
     server_ = std::make_unique<WorkerServer>(*worker_);
     std::string problem;
     EXPECT_TRUE(server_->start("127.0.0.1:0", problem)) << problem;
@@ -295,6 +311,23 @@ void Hop::stop() {
 
 HopAddress Hop::address() const {
     return {server_->address(), worker_->description()};
+}
+
+HopAddress part_of(HopAddress hop, uint32_t start, uint32_t end) {
+    auto & d = hop.description;
+    const v1::DescribeResponse whole = d;
+    const auto boundary = [&](uint32_t layer) {
+        const auto & cuts = whole.legal_cuts();
+        const auto at = std::find(cuts.begin(), cuts.end(), layer) - cuts.begin();
+        return layer == whole.layers().start() ? whole.boundary_in()
+               : layer == whole.layers().end() ? whole.boundary_out()
+                                               : whole.cut_boundaries(static_cast<int>(at));
+    };
+    d.mutable_layers()->set_start(start);
+    d.mutable_layers()->set_end(end);
+    *d.mutable_boundary_in() = boundary(start);
+    *d.mutable_boundary_out() = boundary(end);
+    return hop;
 }
 
 std::string new_session_id() {

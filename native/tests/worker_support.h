@@ -131,8 +131,8 @@ class HopClient {
 // A worker and its server in this process.
 class Hop {
   public:
-    explicit Hop(std::unique_ptr<ShardEngine> engine, WorkerOptions options = {});
-    // A test-engine shard.
+    explicit Hop(std::unique_ptr<ShardEngine> engine, WorkerOptions options = {}, LoadPart load_part = {});
+    // A test-engine shard, which can be cut anywhere.
     Hop(const std::string & model, LayerRange layers, WorkerOptions options = {}, uint32_t sequences = 32,
         uint32_t session_tokens = 2048);
     ~Hop();
@@ -155,6 +155,9 @@ class Hop {
     std::unique_ptr<WorkerServer> server_;
     std::unique_ptr<HopClient> client_;
 };
+
+// The hop as a route sees it that uses only layers [start, end) of it.
+HopAddress part_of(HopAddress hop, uint32_t start, uint32_t end);
 
 std::string new_session_id();
 

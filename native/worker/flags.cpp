@@ -85,6 +85,8 @@ std::vector<Flag> flag_table(Flags & f) {
         {"--step-tokens", "N", "most tokens of one step, 1 to 65536 (default 512)", number(e.step_tokens, 1, 65536)},
         {"--chunk-tokens", "N", "prefill chunk at the head, 1 to 65536 (default 128)",
          number(w.chunk_tokens, 1, 65536)},
+        {"--parts", "N", "parts of the range loaded for sessions that use no more of it, 0 to 64 (default 2)",
+         number(w.parts.max_parts, 0, 64)},
         {"--kv-type-k", "TYPE", "ggml type of cached keys (default f16)", text(e.kv_type_k)},
         {"--kv-type-v", "TYPE", "ggml type of cached values (default f16)", text(e.kv_type_v)},
         {"--artifact-digest", "S", "identity of the model artifact", text(w.artifact_digest)},

@@ -32,9 +32,12 @@ Refusal check_rising(const google::protobuf::RepeatedField<uint32_t> & resume_at
 }  // namespace
 
 FrameRules::FrameRules(const EngineDescription & description) : description_(description) {
-    const uint64_t per_token =
-        std::max(description.boundary_in.bytes_per_token(), description.boundary_out.bytes_per_token()) + token_bytes;
-    const uint64_t fitting = (max_message_bytes - frame_overhead_bytes) / per_token;
+    uint64_t boundary_bytes =
+        std::max(description.boundary_in.bytes_per_token(), description.boundary_out.bytes_per_token());
+    for (const auto & boundary : description.cut_boundaries) {
+        boundary_bytes = std::max<uint64_t>(boundary_bytes, boundary.bytes_per_token());
+    }
+    const uint64_t fitting = (max_message_bytes - frame_overhead_bytes) / (boundary_bytes + token_bytes);
     max_step_tokens_ =
         static_cast<uint32_t>(std::min<uint64_t>({description.step_tokens, fitting, max_session_tokens}));
 }

@@ -20,7 +20,7 @@ class FrameRules {
     // `description` must outlive the rules.
     explicit FrameRules(const EngineDescription & description);
 
-    // Most tokens of one step: the engine's limit, reduced so that a frame in or out fits a message.
+    // Most tokens of one step: the engine's limit, reduced so that a frame in or out, here or at a cut, fits a message.
     uint32_t max_step_tokens() const {
         return max_step_tokens_;
     }

@@ -136,9 +136,9 @@ int run(Flags flags) {
     if (flags.needs) {
         return report_needs(flags.engine);
     }
+    const auto make_engine = flags.engine_kind == "test" ? make_test_engine : make_llama_engine;
     std::unique_ptr<ShardEngine> engine;
-    const auto loaded =
-        flags.engine_kind == "test" ? make_test_engine(flags.engine, engine) : make_llama_engine(flags.engine, engine);
+    const auto loaded = make_engine(flags.engine, engine);
     if (!loaded.ok()) {
         return report_failure(code_name(loaded.code), loaded.message);
     }
@@ -147,7 +147,13 @@ int run(Flags flags) {
         flags.worker.shard_id =
             flags.engine_kind + "-" + std::to_string(layers.start) + "-" + std::to_string(layers.end);
     }
-    Worker worker(std::move(engine), flags.worker);
+    EngineConfig part = flags.engine;
+    part.find_cuts = false;
+    const auto load_part = [make_engine, part](LayerRange layers, std::unique_ptr<ShardEngine> & loaded_part) mutable {
+        part.layers = layers;
+        return make_engine(part, loaded_part);
+    };
+    Worker worker(std::move(engine), flags.worker, load_part);
     if (flags.describe) {
         print_line(json_of(worker.description()));
         return 0;

@@ -12,6 +12,7 @@
 #include "meshnet/v1/shard.pb.h"
 #include "worker/generation.h"
 #include "worker/link.h"
+#include "worker/parts.h"
 #include "worker/prefix.h"
 #include "worker/sampler.h"
 #include "worker/seam_types.h"
@@ -28,6 +29,7 @@ struct QueuedStep {
 struct Session {
     std::string id;
     uint64_t epoch = 0;
+    ServedPtr served;  // the layers it uses here
 
     // This hop's place in the route.
     uint32_t hop_index = 0;
@@ -72,7 +74,7 @@ struct Session {
 
     // What the engine holds. Written only by the engine thread, under the mutex.
     PrefixHistory history;
-    // The engine's slot; -1 until the first step. While `computing`, the engine thread owns it without the mutex.
+    // The slot in the engine of `served`; -1 until the first step. While `computing`, the engine thread owns it without the mutex.
     int32_t sequence = -1;
     // Tail. Used only by the engine thread.
     std::unique_ptr<Sampler> sampler;

@@ -41,8 +41,9 @@ Refusal stale_epoch(uint64_t requested, uint64_t current) {
 
 }  // namespace
 
-Worker::Worker(std::unique_ptr<ShardEngine> engine, WorkerOptions options)
-    : engine_(std::move(engine)), model_(engine_->describe()), options_(std::move(options)), rules_(model_),
+Worker::Worker(std::unique_ptr<ShardEngine> engine, WorkerOptions options, LoadPart load_part)
+    : whole_(std::make_shared<const Served>(std::move(engine))), vocabulary_(*whole_->engine), model_(whole_->model),
+      rules_(whole_->rules), options_(std::move(options)), parts_(model_, std::move(load_part), options_.parts),
       tickets_(options_.ticket_key, options_.shard_id), description_(make_description()),
       links_(*this, options_.connect_timeout_ms * 1000) {
     engine_thread_ = std::thread([this] { run_engine(); });
@@ -68,6 +69,9 @@ v1::DescribeResponse Worker::make_description() const {
     *d.mutable_boundary_out() = to_wire(model_.boundary_out);
     d.set_needs_token_ids(model_.needs_token_ids);
     d.mutable_legal_cuts()->Add(model_.legal_cuts.begin(), model_.legal_cuts.end());
+    for (size_t i = 0; i < model_.cut_boundaries.size() && parts_.enabled(); ++i) {
+        *d.add_cut_boundaries() = to_wire(model_.cut_boundaries[i]);
+    }
     d.set_session_capacity_tokens(std::min(model_.session_tokens, max_session_tokens));
     d.set_session_slots(model_.sequences);
     d.set_kv_bytes_per_token(model_.kv_bytes_per_token);
@@ -116,7 +120,7 @@ Refusal Worker::tokenize(const v1::TokenizeRequest & request, v1::TokenizeRespon
         return {v1::REFUSAL_TOO_LONG, "the text is too long to tokenize", request.text().size(), max_text_bytes};
     }
     std::vector<int32_t> tokens;
-    const auto status = engine_->tokenize(request.text(), request.add_special(), request.parse_special(), tokens);
+    const auto status = vocabulary_.tokenize(request.text(), request.add_special(), request.parse_special(), tokens);
     response.mutable_tokens()->Add(tokens.begin(), tokens.end());
     return refusal_of(status);
 }
@@ -129,7 +133,7 @@ Refusal Worker::detokenize(const v1::DetokenizeRequest & request, v1::Detokenize
         if (auto refusal = rules_.check_token(token); refusal.refused()) {
             return refusal;
         }
-        if (const auto status = engine_->piece(static_cast<int32_t>(token), *response.add_pieces()); !status.ok()) {
+        if (const auto status = vocabulary_.piece(static_cast<int32_t>(token), *response.add_pieces()); !status.ok()) {
             return refusal_of(status);
         }
     }
@@ -152,19 +156,15 @@ Refusal Worker::check_open(const v1::OpenRequest & request) const {
                     printable(request.compatibility_id()) + "'",
                 0, 0};
     }
-    const auto & own = description_.layers();
-    if (request.layers().start() != own.start() || request.layers().end() != own.end()) {
-        return {v1::REFUSAL_WRONG_LAYERS,
-                "this worker serves layers " + range_text(own.start(), own.end()) + ", not " +
-                    range_text(request.layers().start(), request.layers().end()),
-                0, 0};
+    const auto & layers = request.layers();
+    if (auto refusal = parts_.check(layers.start(), layers.end()); refusal.refused()) {
+        return refusal;
     }
-    if (request.boundary_in_digest() != description_.boundary_in().digest() ||
-        request.boundary_out_digest() != description_.boundary_out().digest()) {
+    const std::string in_digest = model_.boundary_at(static_cast<int32_t>(layers.start()))->digest();
+    const std::string out_digest = model_.boundary_at(static_cast<int32_t>(layers.end()))->digest();
+    if (request.boundary_in_digest() != in_digest || request.boundary_out_digest() != out_digest) {
         return {v1::REFUSAL_INCOMPATIBLE_BOUNDARY,
-                "this worker's boundary digests are " + description_.boundary_in().digest() + " in and " +
-                    description_.boundary_out().digest() + " out",
-                0, 0};
+                "this worker's boundary digests are " + in_digest + " in and " + out_digest + " out", 0, 0};
     }
     if (request.token_capacity() == 0 || request.token_capacity() > description_.session_capacity_tokens()) {
         return {v1::REFUSAL_TOO_LONG,
@@ -173,16 +173,31 @@ Refusal Worker::check_open(const v1::OpenRequest & request) const {
     }
     const uint32_t hop = request.hop_index();
     const uint32_t n_hops = request.n_hops();
-    if (hop >= n_hops || n_hops > max_hops || (hop == 0) != model_.is_head() ||
-        (hop + 1 == n_hops) != model_.is_tail()) {
+    if (hop >= n_hops || n_hops > max_hops || (hop == 0) != (layers.start() == 0) ||
+        (hop + 1 == n_hops) != (layers.end() == model_.n_layer)) {
         return bad_request("hop " + std::to_string(hop) + " of " + std::to_string(n_hops) + " does not match layers " +
-                           range_text(own.start(), own.end()) + " of " + std::to_string(model_.n_layer));
+                           range_text(layers.start(), layers.end()) + " of " + std::to_string(model_.n_layer));
     }
     if (hop + 1 < n_hops && !is_address(request.next().address())) {
         return bad_request("next.address must be host:port");
     }
     if (hop > 0 && !is_address(request.head().address())) {
         return bad_request("head.address must be host:port");
+    }
+    return Refusal::none();
+}
+
+// Whether the session may be opened; under the mutex.
+Refusal Worker::check_room(const v1::Ticket & ticket) const {
+    const auto session = find(ticket.session_id());
+    if (session != nullptr && ticket.epoch() <= session->epoch) {
+        return stale_epoch(ticket.epoch(), session->epoch);
+    }
+    if (session == nullptr && sessions_.size() >= model_.sequences) {
+        return {v1::REFUSAL_NO_CAPACITY, "all session slots are taken", sessions_.size() + 1, model_.sequences};
+    }
+    if (draining_ || stopping_) {
+        return {v1::REFUSAL_DRAINING, "this worker is shutting down; choose another", 0, 0};
     }
     return Refusal::none();
 }
@@ -202,6 +217,33 @@ void Worker::open(const v1::OpenRequest & request, OpenReply reply) {
         reply(refusal, {});
         return;
     }
+    const LayerRange layers = {static_cast<int32_t>(request.layers().start()),
+                               static_cast<int32_t>(request.layers().end())};
+    if (layers == model_.layers) {
+        open_on(whole_, request, reply);
+        return;
+    }
+    {
+        std::lock_guard lock(mutex_);
+        refusal = check_room(request.ticket());
+    }
+    if (refusal.refused()) {
+        reply(refusal, {});
+        return;
+    }
+    parts_.get(layers, now_us(), [this, request, reply](const Refusal & refused, ServedPtr part) {
+        if (refused.refused()) {
+            reply(refused, {});
+        } else {
+            open_on(part, request, reply);
+        }
+    });
+    std::lock_guard lock(mutex_);
+    housekeeping_wake_.notify_all();
+}
+
+// Opens the session on loaded layers; the request has been checked.
+void Worker::open_on(const ServedPtr & served, const v1::OpenRequest & request, const OpenReply & reply) {
     // Connecting starts here, in the background, outside the mutex.
     const bool is_tail = request.hop_index() + 1 == request.n_hops();
     auto next_link = is_tail ? nullptr : links_.get(request.next().address());
@@ -213,15 +255,8 @@ void Worker::open(const v1::OpenRequest & request, OpenReply reply) {
     {
         std::lock_guard lock(mutex_);
         auto session = find(id);
-        if (session != nullptr && epoch <= session->epoch) {
-            refusal = stale_epoch(epoch, session->epoch);
-        } else if (session == nullptr && sessions_.size() >= model_.sequences) {
-            refusal = {v1::REFUSAL_NO_CAPACITY, "all session slots are taken", sessions_.size() + 1, model_.sequences};
-        } else if (draining_ || stopping_) {
-            refusal = {v1::REFUSAL_DRAINING, "this worker is shutting down; choose another", 0, 0};
-        }
-        if (refusal.refused()) {
-            effects.replies.emplace_back([&] { reply(refusal, {}); });
+        if (const auto refusal = check_room(request.ticket()); refusal.refused()) {
+            effects.replies.emplace_back([reply, refusal] { reply(refusal, {}); });
         } else {
             std::shared_ptr<v1::HopStats> ended;
             if (session == nullptr) {
@@ -238,6 +273,7 @@ void Worker::open(const v1::OpenRequest & request, OpenReply reply) {
                            effects);
                 }
             }
+            use_layers(*session, served, effects);
             place(*session, request, std::move(next_link), std::move(head_link), effects);
             if (session->next_link != nullptr && session->next_link->lost()) {
                 peer_lost(*session, session->hop_index + 1, "the link broke", effects);
@@ -262,6 +298,19 @@ void Worker::open(const v1::OpenRequest & request, OpenReply reply) {
         }
     }
     effects.perform();
+}
+
+// What a session has cached of other layers is of no use to it.
+void Worker::use_layers(Session & session, const ServedPtr & served, Effects & effects) {
+    if (session.served == served) {
+        return;
+    }
+    // A step that computes keeps the sequence until it ends (commit).
+    if (!session.computing) {
+        give_up_sequence(session.served, session);
+        session.history.truncate(0);
+    }
+    effects.garbage.push_back(std::make_shared<ServedPtr>(std::exchange(session.served, served)));
 }
 
 void Worker::place(Session & session, const v1::OpenRequest & request, std::shared_ptr<Link> next,
@@ -290,7 +339,7 @@ void Worker::place(Session & session, const v1::OpenRequest & request, std::shar
     session.failure_report_pending = false;
     session.stats->set_hop_index(session.hop_index);
     session.stats->set_shard_id(options_.shard_id);
-    *session.stats->mutable_layers() = description_.layers();
+    *session.stats->mutable_layers() = request.layers();
 }
 
 Refusal Worker::check_generate(const v1::GenerateRequest & request) const {
@@ -324,6 +373,9 @@ Refusal Worker::generate(const v1::GenerateRequest & original, std::shared_ptr<E
         }
         if (session->epoch != request.ticket().epoch()) {
             return stale_epoch(request.ticket().epoch(), session->epoch);
+        }
+        if (!session->is_head()) {
+            return bad_request("this worker is not the head of the session's route");
         }
         if (session->generation != nullptr) {
             return bad_request("a generation of this session is already running");
@@ -418,10 +470,8 @@ void Worker::remove(const SessionPtr & session, const std::string & why, Effects
     session->closed = true;
     effects.garbage.push_back(session);
     // A step that computes keeps the sequence until it ends (commit).
-    if (!session->computing && session->sequence >= 0) {
-        sequences_to_close_.push_back(session->sequence);
-        session->sequence = -1;
-        engine_wake_.notify_one();
+    if (!session->computing) {
+        give_up_sequence(session->served, *session);
     }
     sessions_.erase(session->id);
     if (sessions_.empty()) {
@@ -435,8 +485,11 @@ void Worker::wake() {
 }
 
 void Worker::drain() {
-    std::lock_guard lock(mutex_);
-    draining_ = true;
+    {
+        std::lock_guard lock(mutex_);
+        draining_ = true;
+    }
+    parts_.stop();
 }
 
 bool Worker::wait_drained(int64_t timeout_ms) {
@@ -445,6 +498,7 @@ bool Worker::wait_drained(int64_t timeout_ms) {
 }
 
 void Worker::stop() {
+    parts_.stop();
     Effects effects;
     {
         std::lock_guard lock(mutex_);

@@ -21,6 +21,7 @@
 #include "worker/frame_rules.h"
 #include "worker/inbound.h"
 #include "worker/link.h"
+#include "worker/parts.h"
 #include "worker/refusal.h"
 #include "worker/scheduler.h"
 #include "worker/session.h"
@@ -40,11 +41,13 @@ struct WorkerOptions {
     int64_t orphan_timeout_ms = 10'000;
     int64_t step_timeout_ms = 30'000;
     int64_t connect_timeout_ms = 2'000;
+    PartOptions parts;
 };
 
 class Worker final : public LinkObserver, public FrameReceiver {
   public:
-    Worker(std::unique_ptr<ShardEngine> engine, WorkerOptions options);
+    // Without `load_part` every session uses the engine's whole range.
+    Worker(std::unique_ptr<ShardEngine> engine, WorkerOptions options, LoadPart load_part = {});
     ~Worker() override;
 
     // ---- calls (any thread; refusals as in shard.proto)
@@ -56,7 +59,8 @@ class Worker final : public LinkObserver, public FrameReceiver {
     Refusal detokenize(const v1::DetokenizeRequest & request, v1::DetokenizeResponse & response) const;
 
     using OpenReply = std::function<void(const Refusal &, const v1::OpenResponse &)>;
-    // Replies at once, or, if a session is re-opened while one of its steps is computed, when that step ends.
+    // Replies at once, or, if a session is re-opened while one of its steps is computed, when that step ends, or, if it
+    // asks for a part of the range, when that is loaded (see Parts::get).
     void open(const v1::OpenRequest & request, OpenReply reply);
     // On success the generation's events go to `sink` until the last one.
     Refusal generate(const v1::GenerateRequest & request, std::shared_ptr<EventSink> sink);
@@ -91,6 +95,7 @@ class Worker final : public LinkObserver, public FrameReceiver {
     // A step the engine is about to compute, and what became of it.
     struct Job {
         SessionPtr session;
+        ServedPtr served;
         uint64_t epoch = 0;
         uint64_t generation_no = 0;  // head
         uint32_t token_capacity = 0;
@@ -111,6 +116,9 @@ class Worker final : public LinkObserver, public FrameReceiver {
     // worker.cpp: admission and calls
     v1::DescribeResponse make_description() const;
     Refusal check_open(const v1::OpenRequest & request) const;
+    Refusal check_room(const v1::Ticket & ticket) const;
+    void open_on(const ServedPtr & served, const v1::OpenRequest & request, const OpenReply & reply);
+    void use_layers(Session & session, const ServedPtr & served, Effects & effects);
     void place(Session & session, const v1::OpenRequest & request, std::shared_ptr<Link> next,
                std::shared_ptr<Link> head, Effects & effects);
     Refusal check_generate(const v1::GenerateRequest & request) const;
@@ -121,7 +129,8 @@ class Worker final : public LinkObserver, public FrameReceiver {
     void tend(const SessionPtr & session, int64_t now_us, Effects & effects);
     void end(const SessionPtr & session, const std::string & why, Effects & effects);
 
-    // worker_seam.cpp: frames, credits, failures. All under the mutex.
+    // worker_seam.cpp: frames, credits, failures. All but the first under the mutex.
+    ServedPtr layers_of(const std::string & session_id) const;
     void take_step(Session & session, v1::StepFrame frame, PendingCredit credit, const Refusal & malformed,
                    Effects & effects);
     void take_sampled(Session & session, const v1::SampledFrame & frame, Effects & effects);
@@ -145,18 +154,21 @@ class Worker final : public LinkObserver, public FrameReceiver {
     Refusal check_job(const Session & session, const v1::StepFrame & frame) const;
     void compute(std::vector<Job> & jobs);
     Status prepare(Job & job);
-    void execute(std::vector<Job> & jobs);
+    void execute(const Served & served, const std::vector<Job *> & jobs);
     void sample(Job & job);
     void commit(Job & job, Effects & effects);
     void forward(Job & job, Effects & effects);
+    void give_up_sequence(const ServedPtr & served, Session & session);
     void close_sequences(std::unique_lock<std::mutex> & lock);
 
     SessionPtr find(const std::string & session_id) const;
 
-    const std::unique_ptr<ShardEngine> engine_;
+    const ServedPtr whole_;
+    const ShardEngine & vocabulary_;
     const EngineDescription & model_;
+    const FrameRules & rules_;
     const WorkerOptions options_;
-    const FrameRules rules_;
+    Parts parts_;
     const TicketVerifier tickets_;
     const v1::DescribeResponse description_;
 
@@ -167,7 +179,7 @@ class Worker final : public LinkObserver, public FrameReceiver {
     bool draining_ = false;
     bool stopping_ = false;
     std::unordered_map<std::string, SessionPtr> sessions_;
-    std::vector<int32_t> sequences_to_close_;
+    std::vector<std::pair<ServedPtr, int32_t>> sequences_to_close_;
     Scheduler scheduler_;
     v1::StatusResponse totals_;
 

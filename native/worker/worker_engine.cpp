@@ -1,5 +1,6 @@
 // Worker: the engine thread.
 #include <exception>
+#include <map>
 
 #include "worker/clock.h"
 #include "worker/convert.h"
@@ -60,12 +61,20 @@ bool Worker::is_ready(const Session & session) const {
     return !session.inbox.empty();
 }
 
+// Under the mutex; not while the session's step is computed.
+void Worker::give_up_sequence(const ServedPtr & served, Session & session) {
+    if (const int32_t sequence = std::exchange(session.sequence, -1); sequence >= 0) {
+        sequences_to_close_.emplace_back(served, sequence);
+        engine_wake_.notify_one();
+    }
+}
+
 void Worker::close_sequences(std::unique_lock<std::mutex> & lock) {
     while (!sequences_to_close_.empty()) {
         const auto sequences = std::exchange(sequences_to_close_, {});
         lock.unlock();
-        for (const int32_t sequence : sequences) {
-            if (const auto status = engine_->close_sequence(sequence); !status.ok()) {
+        for (const auto & [served, sequence] : sequences) {
+            if (const auto status = served->engine->close_sequence(sequence); !status.ok()) {
                 log_error("cannot close sequence " + std::to_string(sequence) + ": " + status.message);
             }
         }
@@ -142,6 +151,7 @@ bool Worker::take_job(const SessionPtr & session, Job & job, Effects & effects) 
     s.history.truncate(position);
     s.computing = true;
     job.session = session;
+    job.served = s.served;
     job.epoch = s.epoch;
     job.token_capacity = s.token_capacity;
     job.stats = s.stats;
@@ -184,27 +194,34 @@ Refusal Worker::check_job(const Session & session, const v1::StepFrame & frame) 
 }
 
 void Worker::compute(std::vector<Job> & jobs) {
-    try {
-        execute(jobs);
-    } catch (const std::exception & error) {
-        for (auto & job : jobs) {
-            job.refusal = {v1::REFUSAL_ENGINE_FAILURE, std::string("the engine failed: ") + error.what(), 0, 0};
-            job.cache_lost = true;
+    // Steps on the same layers together.
+    std::map<ServedPtr, std::vector<Job *>> groups;
+    for (auto & job : jobs) {
+        groups[job.served].push_back(&job);
+    }
+    for (const auto & [served, group] : groups) {
+        try {
+            execute(*served, group);
+        } catch (const std::exception & error) {
+            for (auto * job : group) {
+                job->refusal = {v1::REFUSAL_ENGINE_FAILURE, std::string("the engine failed: ") + error.what(), 0, 0};
+                job->cache_lost = true;
+            }
         }
     }
 }
 
-void Worker::execute(std::vector<Job> & jobs) {
+void Worker::execute(const Served & served, const std::vector<Job *> & jobs) {
     std::vector<Step> steps;
     std::vector<Job *> prepared;
     uint64_t n_tokens = 0;
-    for (auto & job : jobs) {
-        if (auto status = prepare(job); !status.ok()) {
-            job.refusal = refusal_of(status);
+    for (auto * job : jobs) {
+        if (auto status = prepare(*job); !status.ok()) {
+            job->refusal = refusal_of(status);
         } else {
-            steps.push_back(std::move(job.step));
-            prepared.push_back(&job);
-            n_tokens += static_cast<uint64_t>(job.frame.tokens_size());
+            steps.push_back(std::move(job->step));
+            prepared.push_back(job);
+            n_tokens += static_cast<uint64_t>(job->frame.tokens_size());
         }
     }
     if (prepared.empty()) {
@@ -212,7 +229,7 @@ void Worker::execute(std::vector<Job> & jobs) {
     }
     std::vector<StepResult> results;
     const int64_t start_us = now_us();
-    const auto status = engine_->execute(steps, results);
+    const auto status = served.engine->execute(steps, results);
     const auto elapsed_us = static_cast<uint64_t>(now_us() - start_us);
     for (size_t i = 0; i < prepared.size(); ++i) {
         auto & job = *prepared[i];
@@ -222,11 +239,11 @@ void Worker::execute(std::vector<Job> & jobs) {
             job.refusal = refusal_of(status);
             // What a backend that failed holds, or one that counts otherwise, is nothing to go on from.
             job.cache_lost = status.code == Code::engine_failure || status.code == Code::failed_precondition;
-        } else if (model_.is_tail()) {
+        } else if (served.model.is_tail()) {
             job.result = std::move(results[i]);
             sample(job);
         } else {
-            put_boundary(model_.boundary_out, results[i].boundary, job.frame);
+            put_boundary(served.model.boundary_out, results[i].boundary, job.frame);
         }
     }
 }
@@ -234,14 +251,15 @@ void Worker::execute(std::vector<Job> & jobs) {
 // Makes the engine's sequence ready for the job's step.
 Status Worker::prepare(Job & job) {
     auto & sequence = job.session->sequence;
+    auto & engine = *job.served->engine;
     const uint32_t position = job.frame.position();
     if (sequence >= 0 && job.cached_before > position) {
-        auto status = engine_->rollback(sequence, position);
+        auto status = engine.rollback(sequence, position);
         if (!status.ok()) {
             // Position 0 needs no rollback: an empty sequence does.
             job.cache_lost = position > 0;
             const int32_t old = std::exchange(sequence, -1);
-            if (auto closed = engine_->close_sequence(old); !closed.ok()) {
+            if (auto closed = engine.close_sequence(old); !closed.ok()) {
                 return closed;
             }
             if (position > 0) {
@@ -250,7 +268,7 @@ Status Worker::prepare(Job & job) {
         }
     }
     if (sequence < 0) {
-        if (auto status = engine_->open_sequence(sequence); !status.ok()) {
+        if (auto status = engine.open_sequence(sequence); !status.ok()) {
             sequence = -1;
             return status;
         }
@@ -259,7 +277,7 @@ Status Worker::prepare(Job & job) {
     job.step.position = position;
     job.step.tokens.assign(job.frame.tokens().begin(), job.frame.tokens().end());
     job.step.boundary = take_boundary(job.frame);
-    if (model_.is_tail()) {
+    if (job.served->model.is_tail()) {
         job.step.logits_at.assign(job.frame.sample_at().begin(), job.frame.sample_at().end());
     }
     return Status::success();
@@ -293,11 +311,11 @@ void Worker::sample(Job & job) {
             job.refusal = {v1::REFUSAL_ENGINE_FAILURE, "the model's logits are not finite", 0, 0};
             return;
         }
-        token.set_is_eog(engine_->is_eog(static_cast<int32_t>(token.token())));
-        Status status = engine_->piece(static_cast<int32_t>(token.token()), *token.mutable_piece());
+        token.set_is_eog(vocabulary_.is_eog(static_cast<int32_t>(token.token())));
+        Status status = vocabulary_.piece(static_cast<int32_t>(token.token()), *token.mutable_piece());
         for (auto & top : *token.mutable_top()) {
             if (status.ok()) {
-                status = engine_->piece(static_cast<int32_t>(top.token()), *top.mutable_piece());
+                status = vocabulary_.piece(static_cast<int32_t>(top.token()), *top.mutable_piece());
             }
         }
         if (!status.ok()) {
@@ -315,13 +333,13 @@ void Worker::commit(Job & job, Effects & effects) {
     s.computing = false;
     s.last_activity_us = now_us();
     s.ready_since_us = s.last_activity_us;
-    if (job.cache_lost) {
+    if (job.cache_lost || job.served != s.served) {
         s.history.truncate(0);
-        if (const int32_t sequence = std::exchange(s.sequence, -1); sequence >= 0) {
-            sequences_to_close_.push_back(sequence);
-        }
+        give_up_sequence(job.served, s);
     } else if (job.advanced) {
         s.history.append({job.frame.tokens().begin(), job.frame.tokens().end()});
+    }
+    if (job.advanced && !job.cache_lost) {
         auto & stats = *job.stats;
         stats.set_compute_us(stats.compute_us() + job.compute_us);
         stats.set_sample_us(stats.sample_us() + job.sample_us);
@@ -344,9 +362,7 @@ void Worker::commit(Job & job, Effects & effects) {
         effects.replies.push_back(std::move(reply));
     }
     if (s.closed) {
-        if (const int32_t sequence = std::exchange(s.sequence, -1); sequence >= 0) {
-            sequences_to_close_.push_back(sequence);
-        }
+        give_up_sequence(job.served, s);
         return;
     }
     if (job.epoch != s.epoch || s.failure.has_value() || (s.is_head() && job.generation_no != s.generation_no)) {

@@ -16,7 +16,7 @@ constexpr int64_t inbound_grace_us = 1'000'000;
 void Worker::run_housekeeping() {
     std::unique_lock lock(mutex_);
     while (!stopping_) {
-        if (sessions_.empty() && !links_.needs_tick()) {
+        if (sessions_.empty() && !links_.needs_tick() && !parts_.needs_tick()) {
             housekeeping_wake_.wait(lock);
         } else {
             housekeeping_wake_.wait_for(lock, std::chrono::milliseconds(tick_interval_ms));
@@ -29,6 +29,7 @@ void Worker::run_housekeeping() {
 
 void Worker::tick(int64_t now) {
     links_.tick(now);
+    parts_.tick(now);
     Effects effects;
     {
         std::lock_guard lock(mutex_);

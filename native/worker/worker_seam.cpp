@@ -10,9 +10,11 @@ Refusal Worker::on_frame(PendingCredit credit, v1::SeamFrame frame, uint64_t byt
     if (frame.session_id().size() != session_id_bytes) {
         return bad_request("a seam frame must name its session by 16 bytes");
     }
+    ServedPtr served = whole_;
     Refusal malformed;
     if (frame.body_case() == v1::SeamFrame::kStep) {
-        malformed = rules_.check_step(frame.step());
+        served = layers_of(frame.session_id());
+        malformed = served->rules.check_step(frame.step());
     } else if (frame.body_case() == v1::SeamFrame::BODY_NOT_SET) {
         malformed = bad_request("the seam frame has no body that this worker knows");
     }
@@ -44,6 +46,9 @@ Refusal Worker::on_frame(PendingCredit credit, v1::SeamFrame frame, uint64_t byt
                 take_end(session, frame.end(), effects);
                 break;
             default:
+                if (frame.has_step() && s.served != served) {
+                    malformed = s.served->rules.check_step(frame.step());  // re-opened for other layers meanwhile
+                }
                 take_step(s, std::move(*frame.mutable_step()), std::move(credit), malformed, effects);
             }
         }
@@ -52,6 +57,13 @@ Refusal Worker::on_frame(PendingCredit credit, v1::SeamFrame frame, uint64_t byt
     credit.refuse(answer);
     credit.give();
     return Refusal::none();
+}
+
+// The layers that a session uses here; the whole range if there is no such session.
+ServedPtr Worker::layers_of(const std::string & session_id) const {
+    std::lock_guard lock(mutex_);
+    const auto session = find(session_id);
+    return session == nullptr ? whole_ : session->served;
 }
 
 void Worker::take_step(Session & session, v1::StepFrame frame, PendingCredit credit, const Refusal & malformed,
@@ -114,7 +126,7 @@ void Worker::sampled(Session & session, const v1::SampledFrame & frame, Effects 
         return;
     }
     auto & generation = *session.generation;
-    const bool is_eog = frame.tokens_size() == 1 && engine_->is_eog(static_cast<int32_t>(frame.tokens(0).token()));
+    const bool is_eog = frame.tokens_size() == 1 && vocabulary_.is_eog(static_cast<int32_t>(frame.tokens(0).token()));
     std::string problem;
     if (!generation.on_sampled(frame, is_eog, now_us(), problem)) {
         refuse(session, bad_request(problem), effects);

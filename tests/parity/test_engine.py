@@ -14,7 +14,7 @@ from tests.parity.tool import FULL, in_parallel, native_program, seeded
 from tests.support.tiny_models import TINY_MODELS, tiny_model
 
 #: Models and themes of a sample; `make parity` runs them all.
-SAMPLE = {"Batches": 2, "Refusals": 1, "Repair": 1, "Rollback": 3}
+SAMPLE = {"Batches": 2, "Parts": 1, "Refusals": 1, "Repair": 1, "Rollback": 3}
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def _filters(models: Path) -> dict[str, list[str]]:
 
 def test_the_engine(models: Path) -> None:
     filters = _filters(models)
-    assert set(filters) == {"Batches", "Loading", "Refusals", "Repair", "Rollback"}
+    assert set(filters) == {"Batches", "Loading", "Parts", "Refusals", "Repair", "Rollback"}
     choice = seeded("engine")
     chosen = []
     for theme, names in filters.items():

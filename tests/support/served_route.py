@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 from meshnet.core import Shard, Ticket
 from meshnet.engines.native import WorkerOptions, find_worker
+from meshnet.errors import HopRefused
 from meshnet.node.address import Endpoint
 from meshnet.node.worker import Worker, WorkerPlan
-from meshnet.rpc.client import WorkerPool
+from meshnet.rpc.client import WorkerPool, refusal_name
 from meshnet.rpc.convert import layers_to_message, ticket_to_message
 from meshnet.rpc.generated import shard_pb2 as pb
 from meshnet.rpc.tickets import make_ticket
@@ -41,14 +42,12 @@ class ServedRoute:
 
     def __init__(self, workers: Sequence[Worker], pool: WorkerPool) -> None:
         self.workers = list(workers)
+        #: What each worker serves to a session: its whole range, unless a test asks for a part of it.
+        self.shards = [worker.shard for worker in workers]
         self._clients = [
             pool.worker(worker.address, shard_id=worker.shard_id, hop_index=index)
             for index, worker in enumerate(workers)
         ]
-
-    @property
-    def shards(self) -> list[Shard]:
-        return [worker.shard for worker in self.workers]
 
     async def resident_bytes(self) -> list[int]:
         """As the workers tell it themselves."""
@@ -61,12 +60,7 @@ class ServedRoute:
             GenerationFailed: see the class.
             HopRefused, HopLost: a worker refused or went away.
         """
-        session_id = secrets.token_hex(16)
-        expires_unix_s = int(time.time()) + 3600
-        tickets = [
-            make_ticket(bytes.fromhex(worker.worker_key), session_id, _EPOCH, worker.shard_id, expires_unix_s)
-            for worker in self.workers
-        ]
+        tickets = self._tickets()
         await asyncio.gather(
             *(
                 client.open(self._open_request(index, ticket, len(prompt) + new_tokens))
@@ -97,6 +91,32 @@ class ServedRoute:
             tuple(token.token for token in generated),
             tuple(tuple((entry.token, entry.logprob) for entry in token.top) for token in generated),
         )
+
+    async def wait_for_parts(self) -> None:
+        """Until every worker has loaded what it serves: the first to ask for a part may be told to try again.
+
+        Raises:
+            HopRefused: for another reason.
+        """
+        for index, (client, ticket) in enumerate(zip(self._clients, self._tickets(), strict=True)):
+            async with asyncio.timeout(_READY_TIMEOUT_S):
+                while True:
+                    try:
+                        await client.open(self._open_request(index, ticket, 1))
+                        break
+                    except HopRefused as refused:
+                        if refused.refusal != refusal_name(pb.REFUSAL_NO_CAPACITY):
+                            raise
+            await client.close(ticket)
+
+    def _tickets(self) -> list[Ticket]:
+        """Of a new session, one per hop."""
+        session_id = secrets.token_hex(16)
+        expires_unix_s = int(time.time()) + 3600
+        return [
+            make_ticket(bytes.fromhex(worker.worker_key), session_id, _EPOCH, worker.shard_id, expires_unix_s)
+            for worker in self.workers
+        ]
 
     def _open_request(self, index: int, ticket: Ticket, token_capacity: int) -> pb.OpenRequest:
         shard = self.shards[index]

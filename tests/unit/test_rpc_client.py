@@ -11,6 +11,7 @@ import grpc  # type: ignore[import-untyped]
 import pytest
 from pydantic import ValidationError
 
+from meshnet.core import LayerRange
 from meshnet.errors import HopLost, HopRefused
 from meshnet.rpc.client import WorkerPool, refusal_name
 from meshnet.rpc.convert import shard_from_description, ticket_to_message
@@ -175,6 +176,40 @@ def test_a_shard_from_a_description() -> None:
             broken.MergeFrom(pb.DescribeResponse(**{name: value}))  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r".+"):
             shard_from_description(broken, "h:1")
+
+
+def _with_cuts(*cuts: int, boundaries: int) -> pb.DescribeResponse:
+    description = pb.DescribeResponse()
+    description.CopyFrom(ShardServer(layers=(2, 8)).description)
+    description.kv_bytes_per_token = 96
+    description.ClearField("legal_cuts")
+    description.legal_cuts.extend(cuts)
+    description.ClearField("cut_boundaries")
+    for index in range(boundaries):
+        tensor = pb.TensorSpec(name="state", dtype=pb.DTYPE_F32, shape=[16 + index])
+        description.cut_boundaries.append(pb.BoundarySchema(tensors=[tensor], digest=f"digest-{index}"))
+    return description
+
+
+def test_a_described_shard_can_be_cut() -> None:
+    shard = shard_from_description(_with_cuts(3, 5, boundaries=2), "h:1")
+    assert shard.kv_bytes_per_token == 96
+    assert [(cut.layer, cut.boundary.digest) for cut in shard.cuts] == [(3, "digest-0"), (5, "digest-1")]
+    part = shard.part(LayerRange(start=3, end=5))
+    assert (part.boundary_in.digest, part.boundary_out.digest, part.cuts) == ("digest-0", "digest-1", ())
+    assert part.boundary_out.tensors[0].shape == (17,)
+
+
+def test_a_worker_that_tells_no_boundaries_serves_its_range_as_a_whole() -> None:
+    assert shard_from_description(_with_cuts(3, 5, boundaries=0), "h:1").cuts == ()
+
+
+@pytest.mark.parametrize(
+    ("cuts", "boundaries"), [((3, 5), 1), ((3,), 2), ((5, 3), 2), ((3, 3), 2), ((2,), 1), ((8,), 1), ((1,), 1)]
+)
+def test_cuts_that_do_not_fit_the_range_are_malformed(cuts: tuple[int, ...], boundaries: int) -> None:
+    with pytest.raises(ValueError, match="legal cuts"):
+        shard_from_description(_with_cuts(*cuts, boundaries=boundaries), "h:1")
 
 
 def test_refusals_of_newer_workers_have_a_name_too() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
-from meshnet.core import Boundary, LayerRange, Shard, TensorSpec, Ticket
+from meshnet.core import Boundary, Cut, LayerRange, Shard, TensorSpec, Ticket
 from meshnet.rpc.generated import shard_pb2 as pb
 
 _DTYPES = {pb.DTYPE_F32: "f32", pb.DTYPE_F16: "f16", pb.DTYPE_BF16: "bf16", pb.DTYPE_I32: "i32"}
@@ -19,6 +20,7 @@ def shard_from_description(description: pb.DescribeResponse, address: str, *, mo
     Raises:
         ValueError: the description is malformed (``pydantic.ValidationError`` is a ``ValueError``).
     """
+    layers = LayerRange(start=description.layers.start, end=description.layers.end)
     return Shard(
         shard_id=description.shard_id,
         address=address,
@@ -26,7 +28,7 @@ def shard_from_description(description: pb.DescribeResponse, address: str, *, mo
         artifact_digest=description.artifact_digest,
         architecture=description.architecture,
         n_layer=description.n_layer,
-        layers=LayerRange(start=description.layers.start, end=description.layers.end),
+        layers=layers,
         boundary_in=boundary_from_schema(description.boundary_in),
         boundary_out=boundary_from_schema(description.boundary_out),
         compatibility_id=description.compatibility_id,
@@ -39,6 +41,23 @@ def shard_from_description(description: pb.DescribeResponse, address: str, *, mo
         weight_bytes=description.weight_bytes,
         kv_bytes=description.kv_bytes,
         compute_bytes=description.compute_bytes,
+        kv_bytes_per_token=description.kv_bytes_per_token,
+        cuts=_cuts(description, layers),
+    )
+
+
+def _cuts(description: pb.DescribeResponse, layers: LayerRange) -> tuple[Cut, ...]:
+    # Without boundaries the worker serves its range as a whole: the legal cuts are then of no use to a session.
+    if not description.cut_boundaries:
+        return ()
+    legal = tuple(description.legal_cuts)
+    if len(legal) != len(description.cut_boundaries):
+        raise ValueError(f"{len(legal)} legal cuts, but {len(description.cut_boundaries)} boundaries of them")
+    if any(following <= cut for cut, following in pairwise((layers.start, *legal, layers.end))):
+        raise ValueError(f"the legal cuts are not rising layers inside {layers}")
+    return tuple(
+        Cut(layer=layer, boundary=boundary_from_schema(boundary))
+        for layer, boundary in zip(legal, description.cut_boundaries, strict=True)
     )
 
 
