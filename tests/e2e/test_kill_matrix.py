@@ -21,6 +21,8 @@ from tests.support.tiny_models import tiny_model
 
 KILLS = int(os.environ.get("MESHNET_KILLS", "12"))
 SEED = int(os.environ.get("MESHNET_KILL_SEED", str(random.SystemRandom().randrange(10**6))))
+#: Enough time for every fault of every victim also where few cases do.
+FULL = KILLS >= 100
 LOG = os.environ.get("MESHNET_KILL_LOG")
 NODE_OPTIONS = ("--context", "1536", "--sessions", "2", "--chunk-tokens", "64")
 THIRDS = ("0:2", "2:4", "4:6")
@@ -152,11 +154,10 @@ async def test_a_real_model_says_the_same(tmp_path: Path) -> None:
 async def test_without_a_spare_the_cause_is_told_in_time(tmp_path: Path) -> None:
     print(told_seed())
     draw = random.Random(SEED)
-    full = KILLS >= 100
     cases = [
         Case(fault, victim, draw.choice(("prefill", "decode")), "greedy", draw.random() < 0.5, draw.random(), 1)
         for fault in FAULTS
-        for victim in (VICTIMS if full else draw.sample(VICTIMS, 1))
+        for victim in (VICTIMS if FULL else draw.sample(VICTIMS, 1))
     ]
     options = ("--repair-timeout-s", f"{REPAIR_TIMEOUT_S:g}")
     async with kill_mesh(
@@ -169,4 +170,22 @@ async def test_without_a_spare_the_cause_is_told_in_time(tmp_path: Path) -> None
             print(outcome, outcome.answer.error, flush=True)
             assert outcome.tokens_before is not None, f"{told_seed()}: {case} came too late"
             await killer.check_failed(outcome, deadline_s=FAILED_WITHIN_S)
+            await mesh.mend()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("victim", VICTIMS if FULL else [random.Random(SEED).choice(VICTIMS[1:])])
+async def test_whoever_is_blamed_for_a_broken_link_a_route_that_is_there_is_found(tmp_path: Path, victim: str) -> None:
+    """Only the victim has a spare: who blames its neighbour, and leaves that out, is left without a route."""
+    print(told_seed())
+    draw = random.Random(SEED)
+    spares = (THIRDS[VICTIMS.index(victim)],)
+    async with kill_mesh(tmp_path, tiny_model("llama"), THIRDS, spares=spares, node_options=NODE_OPTIONS) as mesh:
+        killer = Killer(mesh)
+        for moment in ("prefill", "prefill", "decode", "decode"):
+            case = Case("cut", victim, moment, "greedy", True, draw.random(), 1)
+            await killer.undisturbed(case.question(killer.sizes))
+            outcome = await killer.run(case)
+            print(outcome, flush=True)
+            await killer.check_repaired(outcome)
             await mesh.mend()

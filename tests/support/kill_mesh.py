@@ -337,12 +337,13 @@ async def kill_mesh(
     ranges: Sequence[str],
     *,
     replicas: int = 2,
+    spares: Sequence[str] | None = None,
     apart: bool = False,
     serve_options: Sequence[str] = (),
     node_options: Sequence[str] = ("--context", "1024", "--sessions", "4"),
     range_options: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> AsyncIterator[KillMesh]:
-    """A whole mesh: ``replicas`` nodes for each of ``ranges``.
+    """A whole mesh: ``replicas`` nodes for each of ``ranges``; with ``spares``, one only for ranges that are not in it.
 
     ``apart``: tracker and gateway are two processes;
     ``range_options`` are for the nodes of one range, after ``node_options``.
@@ -362,6 +363,8 @@ async def kill_mesh(
         running.replicas = []
         for number in range(replicas):
             for text in ranges:
+                if number and spares is not None and text not in spares:
+                    continue
                 options = (*node_options, *range_options.get(text, ()))
                 listen = f"127.0.0.1:{_free_port()}"
                 link = await stack.enter_async_context(FaultyLink(listen))
