@@ -11,34 +11,35 @@ from pathlib import Path
 
 import pytest
 
-from meshnet.core import LayerRange, Shard
+from meshnet.core import LayerRange, Shard, Ticket
 from meshnet.engines.native import WorkerOptions, find_worker
-from meshnet.errors import StoreError
+from meshnet.errors import HopLost, StoreError
 from meshnet.node.address import Endpoint
 from meshnet.node.assigned import AssignedRanges, Prepared
 from meshnet.node.model import ModelSource
 from meshnet.node.settings import NodeSettings
 from meshnet.node.worker import WorkerPlan
-from meshnet.rpc.client import WorkerPool
+from meshnet.rpc.client import WorkerClient, WorkerPool
 from meshnet.rpc.convert import layers_to_message, ticket_to_message
 from meshnet.rpc.generated import shard_pb2 as pb
 from meshnet.rpc.tickets import make_ticket
 from meshnet.tracker.messages import Activity, Assignment, ShardAdvertisement
 from tests.support.mesh import child_pids, gone, until
 
-SETTINGS = NodeSettings(range_retry_s=0.01, range_retry_max_s=0.02, restart_backoff_s=0.01)
+SETTINGS = NodeSettings(range_retry_s=0.01, range_retry_max_s=0.02, restart_backoff_s=0.01, hurried_drain_s=0.2)
 SESSION = "ab" * 16
 #: Good for any test that is running now.
 LATER_UNIX_S = 4_000_000_000
 
 
-def assignment(layers: str, *, sessions: int = 2) -> Assignment:
+def assignment(layers: str, *, sessions: int = 2, urgent: bool = False) -> Assignment:
     return Assignment(
         artifact_digest=f"sha256:{'a' * 64}",
         model="tiny",
         layers=LayerRange.parse(layers),
         context_tokens=256,
         sessions=sessions,
+        urgent=urgent,
     )
 
 
@@ -168,8 +169,8 @@ async def test_other_limits_start_another_worker(ranges: Ranges) -> None:
     assert (await ranges.offered())["0:8"].shard.shard_id != before.shard.shard_id
 
 
-async def test_a_range_given_up_lets_its_sessions_end_and_the_next_waits_for_the_memory(ranges: Ranges) -> None:
-    ranges.assigned.reconcile([assignment("0:8")])
+async def open_session(ranges: Ranges) -> tuple[WorkerClient, Ticket]:
+    """A session on the one worker that serves everything; its worker and ticket."""
     offered = (await ranges.are_offered("0:8"))["0:8"]
     shard = offered.shard
     worker = ranges.pool.worker(shard.address, shard_id=shard.shard_id)
@@ -187,6 +188,12 @@ async def test_a_range_given_up_lets_its_sessions_end_and_the_next_waits_for_the
             head=pb.Peer(shard_id=shard.shard_id, address=shard.address),
         )
     )
+    return worker, ticket
+
+
+async def test_a_range_given_up_lets_its_sessions_end_and_the_next_waits_for_the_memory(ranges: Ranges) -> None:
+    ranges.assigned.reconcile([assignment("0:8")])
+    worker, ticket = await open_session(ranges)
     ranges.assigned.reconcile([assignment("0:5")])
     assert not ranges.assigned.is_idle
     await until("it drains", true(lambda: (a := ranges.activity("0:8")) is not None and a.state == "draining"))
@@ -200,6 +207,20 @@ async def test_a_range_given_up_lets_its_sessions_end_and_the_next_waits_for_the
     await worker.close(ticket)
     await ranges.are_offered("0:5")
     assert ranges.assigned.activities() == []
+
+
+async def test_sessions_do_not_hold_up_for_long_what_answers_wait_for(ranges: Ranges) -> None:
+    ranges.assigned.reconcile([assignment("0:8")])
+    worker, _ = await open_session(ranges)
+    ranges.assigned.reconcile([assignment("0:5", urgent=True)])
+    # The session is still open, and would be for half a minute.
+    await ranges.are_offered("0:5")
+    with pytest.raises(HopLost):
+        await worker.status()
+    # That it was urgent is over one day, and makes no difference.
+    before = await ranges.offered()
+    ranges.assigned.reconcile([assignment("0:5")])
+    assert await ranges.offered() == before
 
 
 async def test_a_worker_that_dies_is_told_and_replaced(ranges: Ranges) -> None:

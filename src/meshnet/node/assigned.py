@@ -31,8 +31,8 @@ class Changes:
 
 
 def substance(assignment: Assignment) -> Assignment:
-    """What makes an assignment another one: everything but the tracker's estimate of the memory."""
-    return assignment.model_copy(update={"memory_bytes": 0})
+    """What makes an assignment another one: not the tracker's estimate of the memory, nor whether it is urgent."""
+    return assignment.model_copy(update={"memory_bytes": 0, "urgent": False})
 
 
 def changes(held: Collection[Assignment], wanted: Sequence[Assignment]) -> Changes:
@@ -243,14 +243,23 @@ class AssignedRanges:
         task.cancel()
 
     async def _has_room(self, assignment: Assignment) -> None:
-        """Wait until what drains has left enough memory; workers drain for a bounded time."""
+        """Wait until what drains has left enough memory: for a bounded time, and not long if the range is urgent."""
+        hurry_s = self._settings.hurried_drain_s if assignment.urgent else None
         while self._ending:
             held = [*self._held, *(one.assignment for one in self._ending.values())]
             if sum(one.memory_bytes for one in held) <= self._memory_bytes and assignment.memory_bytes:
                 return
-            await asyncio.wait(list(self._ending), return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(list(self._ending), timeout=hurry_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                self._hurry(assignment)
             # Their callbacks take them off the list.
             await asyncio.sleep(0)
+
+    def _hurry(self, assignment: Assignment) -> None:
+        for one in self._ending.values():
+            if one.keeper is not None:
+                log.warning("answers wait for layers %s: ending layers %s", assignment.layers, one.assignment.layers)
+                one.keeper.kill()
 
 
 class _Gated:

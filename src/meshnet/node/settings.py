@@ -34,5 +34,7 @@ class NodeSettings:
     range_retry_s: float = 1.0
     #: … up to this.
     range_retry_max_s: float = 60.0
+    #: How long the sessions of a range that was given up may hold up one that answers wait for; others hold it too.
+    hurried_drain_s: float = 2.0
     #: For saying goodbye; a tracker that does not answer must not hold up a shutdown.
     departure_timeout_s: float = 2.0

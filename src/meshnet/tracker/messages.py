@@ -178,6 +178,8 @@ class Assignment(Noun):
     sessions: Annotated[int, Field(ge=1)]
     #: What the range is expected to take. An estimate: a node that holds the same otherwise leaves it alone.
     memory_bytes: Count = 0
+    #: Answers wait for it: what is in its way is given up without waiting long for its sessions.
+    urgent: bool = False
 
 
 class Neighbour(Noun):

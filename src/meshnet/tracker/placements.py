@@ -323,10 +323,16 @@ class Placements:
 
     def _tell(self, placement: Placement, present: Collection[str]) -> None:
         digests = {deployed.want.model: deployed for deployed in self._deployed.values()}
+        now_s = self._registry.now_s()
+        waited_for = any(now_s - lost.last_s < URGENT_S for lost in self._lost.values())
         for node_id in sorted(present):
             held_here = placement.ranges.get(node_id, ())
             placed = dict(sorted((digests[held.model].digest, held.layers) for held in held_here))
-            told = tuple(_assignment(self._deployed[digest], layers) for digest, layers in placed.items())
+            before = self._placed.get(node_id, {})
+            told = tuple(
+                _assignment(self._deployed[digest], layers, urgent=waited_for and before.get(digest) != layers)
+                for digest, layers in placed.items()
+            )
             if told != self._told.get(node_id):
                 what = ", ".join(f"{one.layers} of {one.model}" for one in told) or "nothing"
                 log.info("node %s is to hold %s", node_id, what)
@@ -350,7 +356,7 @@ def _substance(facts: NodeFacts) -> NodeFacts:
     return replace(facts, layer_us=(), vanished_s=None, disk_bytes=disk_gb)
 
 
-def _assignment(deployed: _Deployed, layers: LayerRange) -> Assignment:
+def _assignment(deployed: _Deployed, layers: LayerRange, *, urgent: bool) -> Assignment:
     want = deployed.want
     return Assignment(
         artifact_digest=deployed.digest,
@@ -359,4 +365,5 @@ def _assignment(deployed: _Deployed, layers: LayerRange) -> Assignment:
         context_tokens=want.context_tokens,
         sessions=want.sessions,
         memory_bytes=want.facts.memory_bytes(layers, want.context_tokens, want.sessions),
+        urgent=urgent,
     )

@@ -38,16 +38,25 @@ def layer_us(node: Node, names: Mapping[str, str]) -> tuple[tuple[str, float], .
 
 
 def fixed_facts(node: Node, names: Mapping[str, str], seen_s: float) -> dict[str, NodeFacts]:
-    """A node that chose its layers itself: each of its ranges counts, and nothing may be given to it.
+    """A node that chose its layers itself: each of its ranges counts, also one that it gets ready, and nothing may be
+    given to it.
 
     To the planner these are nodes that have just vanished: their places are kept, and they take no part otherwise. They
     are called the same when a worker has been started again.
     """
+    ranges = [
+        (one.shard.artifact_digest, one.shard.model, one.shard.layers)
+        for one in node.shards.values()
+        if not one.load.draining
+    ]
+    ranges += [
+        (activity.artifact_digest, activity.model, activity.layers)
+        for activity in node.activities
+        if activity.state != "draining" and not activity.refused
+    ]
     found = {}
-    for advertised in node.shards.values():
-        shard = advertised.shard
-        if not advertised.load.draining and names.get(shard.artifact_digest) == shard.model:
-            key = f"{node.node_id} {shard.layers} {shard.model}"
-            held = (Held(shard.model, shard.layers),)
-            found[key] = NodeFacts(node_id=key, memory_bytes=0, held=held, vanished_s=seen_s)
+    for digest, model, layers in ranges:
+        if names.get(digest) == model:
+            key = f"{node.node_id} {layers} {model}"
+            found[key] = NodeFacts(node_id=key, memory_bytes=0, held=(Held(model, layers),), vanished_s=seen_s)
     return found
