@@ -57,8 +57,8 @@ def resume_positions(cached_tokens: Sequence[int], last_step: int, *, can_rollba
     """Per hop, the position from which on it must compute, if hops hold ``cached_tokens`` of the known prefix.
 
     A hop that lacks a position needs its boundary, so all hops before it compute that too. The step that began at
-    ``last_step`` is always computed, whole, because the next token is sampled from its last one. A hop takes back what it
-    holds beyond its position; one whose model cannot (``can_rollback`` False) starts over.
+    ``last_step`` is always computed, whole, because the next token is sampled from its last one. A hop takes back
+    what it holds beyond its position; one whose model cannot (``can_rollback`` False) starts over.
     """
     positions: list[int] = []
     lowest = last_step
