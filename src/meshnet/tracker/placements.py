@@ -328,12 +328,13 @@ class Placements:
         for node_id in sorted(present):
             held_here = placement.ranges.get(node_id, ())
             placed = dict(sorted((digests[held.model].digest, held.layers) for held in held_here))
-            before = self._placed.get(node_id, {})
+            # Until nobody waits any more: the node may not have asked meanwhile.
+            calm = {one.artifact_digest: one.layers for one in self._told.get(node_id, ()) if not one.urgent}
             told = tuple(
-                _assignment(self._deployed[digest], layers, urgent=waited_for and before.get(digest) != layers)
+                _assignment(self._deployed[digest], layers, urgent=waited_for and calm.get(digest) != layers)
                 for digest, layers in placed.items()
             )
-            if told != self._told.get(node_id):
+            if placed != self._placed.get(node_id):
                 what = ", ".join(f"{one.layers} of {one.model}" for one in told) or "nothing"
                 log.info("node %s is to hold %s", node_id, what)
             self._placed[node_id], self._told[node_id] = placed, told
