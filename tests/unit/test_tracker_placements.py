@@ -226,7 +226,10 @@ async def test_sessions_that_wait_speed_it_up(nodes: Nodes) -> None:
     await nodes.later(1, first, second)
     assert wanted not in (nodes.layers(first), nodes.layers(second))
     await nodes.later(2.5, first, second)
+    urgent = [one.urgent for node_id in (first, second) for one in nodes.placements.assignments(node_id) or ()]
     assert wanted in (nodes.layers(first), nodes.layers(second))
+    # Of the two, only the one that steps in has to hurry.
+    assert sorted(urgent) == [False, True]
 
 
 async def test_a_shard_whose_node_reports_without_it_is_waited_for(nodes: Nodes) -> None:
@@ -343,6 +346,19 @@ async def test_nodes_with_layers_of_their_own_count_and_are_told_nothing(nodes: 
         await nodes.placements.plan()
     assert nodes.layers("a") == ["3:8"]
     assert nodes.layers("fixed") is None
+
+
+async def test_what_other_nodes_get_ready_counts_too(nodes: Nodes) -> None:
+    lease = await identities.register(nodes.registry, INSTANCE, "fixed")
+    nodes.epochs["fixed"], nodes.capacities["fixed"] = lease.lease_epoch, None
+    pulling = nodes.activity("0:3").model_copy(update={"state": "pulling", "trouble": ""})
+    await nodes.join("a", capacity=nodes.half.model_copy(update={"memory_bytes": 10**10}))
+    for _ in range(8):
+        nodes.clock.now += 0.5
+        await nodes.beat("fixed", shards=[], activities=[pulling])
+        await nodes.beat("a")
+        await nodes.placements.plan()
+    assert nodes.layers("a") == ["3:8"]
 
 
 async def fixed_halves_and_spare(nodes: Nodes) -> list[ShardAdvertisement]:
