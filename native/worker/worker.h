@@ -33,8 +33,8 @@ struct WorkerOptions {
     std::string shard_id;
     std::string model_name;  // empty: the engine's
     std::string artifact_digest;
-    std::string ticket_key;       // empty: any ticket is accepted
-    uint32_t chunk_tokens = 128;  // prefill chunk unless a request says otherwise
+    std::string ticket_key;      // empty: any ticket is accepted
+    uint32_t chunk_tokens = 64;  // prefill chunk unless a request says otherwise
     int64_t idle_timeout_ms = 120'000;
     // A session whose gateway has not been heard of for so long is closed, if it is broken here or nothing runs at its
     // head.

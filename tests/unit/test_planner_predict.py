@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshnet.planner.offers import Link
-from meshnet.planner.predict import Seam, Speed, Stage, predict
+from meshnet.planner.predict import CHUNK_TOKENS, Seam, Speed, Stage, predict
 
 HERE = Seam(Link(0.0))
 
@@ -31,25 +31,25 @@ def test_one_stage_computes_everything() -> None:
 def test_equal_stages_work_at_the_same_time() -> None:
     # Eight chunks through two stages: nine steps of half the model instead of sixteen.
     halves = [stage("a", 2), stage("b", 2)]
-    found = predict(halves, [HERE, HERE], prompt_tokens=8 * 128)
-    assert found.first_token_ms == pytest.approx(9 * 2 * 128 * 10 / 1000)
+    found = predict(halves, [HERE, HERE], prompt_tokens=8 * CHUNK_TOKENS)
+    assert found.first_token_ms == pytest.approx(9 * 2 * CHUNK_TOKENS * 10 / 1000)
     # A token goes through both, one after the other.
     assert found.tokens_per_s == pytest.approx(1e6 / (4 * 100))
 
 
 def test_the_slowest_stage_sets_the_pace() -> None:
     stages = [stage("a", 1), stage("b", 3), stage("c", 1)]
-    found = predict(stages, [HERE] * 3, prompt_tokens=10 * 128)
-    assert found.first_token_ms == pytest.approx((1 + 10 * 3 + 1) * 128 * 10 / 1000)
+    found = predict(stages, [HERE] * 3, prompt_tokens=10 * CHUNK_TOKENS)
+    assert found.first_token_ms == pytest.approx((1 + 10 * 3 + 1) * CHUNK_TOKENS * 10 / 1000)
     assert found.slowest_stage == 1
     assert found.limiting == "stage 1"
 
 
 def test_a_seam_costs_half_a_round_trip_and_its_bytes() -> None:
     seams = [Seam(Link(20.0, bytes_per_s=1e6), bytes_per_token=1000), Seam(Link(20.0))]
-    near = predict([stage("a", 2), stage("b", 2)], [HERE, HERE], prompt_tokens=100)
-    far = predict([stage("a", 2), stage("b", 2)], seams, prompt_tokens=100)
-    assert far.first_token_ms == pytest.approx(near.first_token_ms + 10 + 100 + 10)
+    near = predict([stage("a", 2), stage("b", 2)], [HERE, HERE], prompt_tokens=50)
+    far = predict([stage("a", 2), stage("b", 2)], seams, prompt_tokens=50)
+    assert far.first_token_ms == pytest.approx(near.first_token_ms + 10 + 50 + 10)
     assert 1000 / far.tokens_per_s == pytest.approx(1000 / near.tokens_per_s + 10 + 1 + 10)
     assert far.limiting == "seam 0"
 
@@ -73,7 +73,7 @@ def test_context_makes_attention_slower() -> None:
 def test_stages_on_one_node_share_it() -> None:
     apart = [stage("a", 1), stage("b", 1), stage("c", 1)]
     together = [Stage("a", 1, one.speed, at_once=1, crowded=1.0) for one in apart]
-    n_tokens = 8 * 128
+    n_tokens = 8 * CHUNK_TOKENS
     assert predict(together, [HERE] * 3, prompt_tokens=n_tokens).first_token_ms == pytest.approx(
         3 * n_tokens * 10 / 1000
     )
@@ -81,8 +81,8 @@ def test_stages_on_one_node_share_it() -> None:
     alone = predict(apart, [HERE] * 3, prompt_tokens=n_tokens).first_token_ms
     assert predict(crowded, [HERE] * 3, prompt_tokens=n_tokens).first_token_ms == pytest.approx(1.5 * alone)
     # A prompt of one chunk is never in two places.
-    one_chunk = predict(crowded, [HERE] * 3, prompt_tokens=100).first_token_ms
-    assert one_chunk == pytest.approx(predict(apart, [HERE] * 3, prompt_tokens=100).first_token_ms)
+    one_chunk = predict(crowded, [HERE] * 3, prompt_tokens=50).first_token_ms
+    assert one_chunk == pytest.approx(predict(apart, [HERE] * 3, prompt_tokens=50).first_token_ms)
 
 
 @given(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from meshnet.planner.offers import Link
 
 #: Prefill chunk of a worker unless it is told otherwise (`meshnet-shard --chunk-tokens`).
-CHUNK_TOKENS = 128
+CHUNK_TOKENS = 64
 
 
 @dataclass(frozen=True)

@@ -58,10 +58,13 @@ class Market:
         self._links: Links = NO_LINKS
         self._links_read_s = -math.inf
 
-    def offers(self, model: str | None = None, *, artifact_digest: str | None = None) -> list[Offer]:
-        """Every ready shard that takes sessions now, with its load; of one model, of one artifact."""
+    def offers(
+        self, model: str | None = None, *, artifact_digest: str | None = None, for_repair: bool = False
+    ) -> list[Offer]:
+        """Every ready shard that takes sessions now, with its load; of one model, of one artifact. ``for_repair`` also
+        those that only lack a free slot for their probe."""
         now_s = self._registry.now_s()
-        is_ready, known = self._registry.is_ready, self._known
+        is_ready, known = self._registry.may_repair if for_repair else self._registry.is_ready, self._known
         for shard_id in self._open.take_changed():
             if shard_id in known:
                 known[shard_id].offer = None

@@ -260,7 +260,8 @@ class Prober:
             await self._judge(route, answer, [seen[hop].node_id for hop in hops])
         except HopBusy as busy:
             trial.due_s = self._clock() + self._settings.probe_retry_s
-            await self._tell(shard_id, f"{busy.shard_id} has no free session slot for a probe")
+            unproven = [hop for hop in hops if not self._registry.is_ready(hop)]
+            self._registry.await_slot(unproven, f"{busy.shard_id} has no free session slot for a probe")
         except HopAtFault as fault:
             await self._fail(fault.shard_id, str(fault))
         except MeshnetError as error:

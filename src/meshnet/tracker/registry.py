@@ -222,6 +222,14 @@ class Registry:
         """Sessions may not use these shards (any more), for this reason."""
         await self._set_proven(shard_ids, proven=False, reason=reason)
 
+    def await_slot(self, shard_ids: Collection[str], reason: str) -> None:
+        """The probe of these shards found no free slot, for this reason; otherwise they are what they say."""
+        self._readiness.await_slot([shard_id for shard_id in shard_ids if shard_id in self._owners], reason)
+
+    def may_repair(self, shard_id: str) -> bool:
+        """Whether a broken route may use the shard if nothing else can take the place of what is lost."""
+        return self._readiness.may_repair(shard_id)
+
     def is_ready(self, shard_id: str) -> bool:
         """Whether sessions may use an advertised shard."""
         return self._readiness.is_ready(shard_id)

@@ -156,8 +156,13 @@ class Sessions:
         try:
             route = self._choose(session.model, offers, request, lost_shards, keep)
         except NoRoute:
-            self.unrepairable(lost_shards)
-            raise
+            try:
+                # Sessions that wait for this hold the slots that the probe of a new shard would need.
+                offers = self._market.offers(session.model, artifact_digest=session.artifact_digest, for_repair=True)
+                route = self._choose(session.model, offers, request, lost_shards, keep)
+            except NoRoute:
+                self.unrepairable(lost_shards)
+                raise
         before = (session.epoch, session.hops, session.expires_unix_s)
         unsure, next_epoch = session.unsure, session.epoch + 1
         keys, hops, expires_unix_s = self._keys(route), self._hops(route), self._expiry(now_unix_s)
