@@ -74,7 +74,8 @@ struct Session {
 
     // What the engine holds. Written only by the engine thread, under the mutex.
     PrefixHistory history;
-    // The slot in the engine of `served`; -1 until the first step. While `computing`, the engine thread owns it without the mutex.
+    // The slot in the engine of `served`; -1 until the first step. While `computing`, the engine thread owns it without
+    // the mutex.
     int32_t sequence = -1;
     // Tail. Used only by the engine thread.
     std::unique_ptr<Sampler> sampler;

@@ -1,4 +1,4 @@
-"""A route breaks while every slot of the mesh is taken: nobody could probe a replacement, and answers go on all the same."""
+"""A route breaks while all slots of the mesh are taken: no probe of a replacement finds one; answers go on."""
 
 from __future__ import annotations
 

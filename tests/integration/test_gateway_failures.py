@@ -1,4 +1,4 @@
-"""Workers that die in the middle of an answer and have no spare: the client is told which, soon, and all else goes on."""
+"""Workers that die in the middle of an answer and have no spare: the client is told which, soon; all else goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real workers (test engine) with a spare each: whichever is lost, whenever, the answer is that of an unbroken route."""
+"""Real workers (test engine) with spares: whichever is lost, whenever, the answer is that of an unbroken route."""
 
 from __future__ import annotations
 

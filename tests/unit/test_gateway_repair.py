@@ -207,13 +207,21 @@ async def test_a_tracker_that_forgot_the_session_opens_another() -> None:
             raise SessionLost("never heard of it")
 
     head, tail, spare_head, spare_tail = thirds([b"h", tail_lost()])
-    async with mesh(head, tail, spare_head, spare_tail, routes=Forgetful(())) as (generations, _):
+    async with mesh(head, tail, spare_head, spare_tail, routes=Forgetful(())) as (generations, routes):
         async with generations.start(request()) as generation:
             assert await pieces(generation) == [b"h", b"l", b"o", b""]
         assert generation.telemetry.epoch == 1
         assert len(generation.telemetry.repairs) == 1
-        # Both of the head's sessions were closed.
+        # Both of the head's sessions were closed, and each session's end has its own work.
         assert len(head.closed) == 2
+        await until(lambda: len(routes.ends) == 2, "both ends are recorded")
+        assert [(end[1], end[2]) for end in routes.ends] == [(FinishCause.FAILED, 1), (FinishCause.EOG, 3)]
+        assert [(row.epoch, row.shard_id) for row in routes.work] == [
+            (1, "head"),
+            (1, "tail"),
+            (1, "head"),
+            (1, "spare-tail"),
+        ]
 
 
 async def test_sessions_are_renewed_while_they_run() -> None:
@@ -304,3 +312,18 @@ async def test_a_hop_that_did_not_hear_of_the_end_is_told_again(monkeypatch: pyt
     async with mesh(head, tail, close_timeout_s=0.1) as (generations, _):
         assert (await run(generations)).telemetry.missing_hops == ("tail",)
         await until(lambda: not tail.sessions, "the tail has freed the session")
+
+
+async def test_a_session_opened_for_a_repair_that_fails_is_ended() -> None:
+    class Forgetful(StaticRoutes):
+        async def repair_session(self, session_id: str, **wanted: Any) -> RouteSession:
+            self.open_sessions.discard(session_id)
+            raise SessionLost("never heard of it")
+
+    head, tail, _, spare_tail = thirds([b"h", tail_lost()])
+    spare_tail.open_refusal = FULL
+    async with mesh(head, tail, spare_tail, routes=Forgetful(()), repair_timeout_s=0.2) as (generations, routes):
+        with pytest.raises(HopLost):
+            await run(generations)
+        await until(lambda: not routes.open_sessions, "every session is ended")
+        assert {end[1] for end in routes.ends} == {FinishCause.FAILED}

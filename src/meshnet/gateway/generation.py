@@ -217,9 +217,24 @@ class Generation:
             await asyncio.wait(self._dropping)
         self._ended_s = time.monotonic()
         self._metrics.finished.labels(cause.value).inc()
-        work = [work for each in (*self._ended_legs, leg) if each.call is not None for work in each.work()]
         # The client need not wait for the tracker.
-        self._background.run(self._on_end(SessionEnd(self.session_id, cause, self.generated_tokens, work)))
+        for end in self._session_ends(cause):
+            self._background.run(self._on_end(end))
+
+    def _session_ends(self, cause: FinishCause) -> list[SessionEnd]:
+        """Of the session, and of earlier ones that the tracker had lost: each with what its own hops did."""
+        legs: dict[str, list[Leg]] = {}
+        for leg in (*self._ended_legs, self._leg):
+            legs.setdefault(leg.hops.session.session_id, []).append(leg)
+        return [
+            SessionEnd(
+                session_id,
+                cause if session_id == self.session_id else FinishCause.FAILED,
+                sum(leg.new_tokens for leg in its_legs),
+                [work for leg in its_legs if leg.call is not None for work in leg.work()],
+            )
+            for session_id, its_legs in legs.items()
+        ]
 
     def _start(self) -> None:
         leg = self._leg

@@ -51,7 +51,7 @@ class Generations:
         self._pool = WorkerPool()
         self._background = Background()
         self._ends = SessionEnds(routes, settings)
-        self._repairer = Repairer(routes, self._pool, settings, self._background)
+        self._repairer = Repairer(routes, self._pool, settings, self._background, self._ends)
         self._running: set[Generation] = set()
         self._n_started = 0
         self._renewing: asyncio.Task[None] | None = None

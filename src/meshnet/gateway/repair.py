@@ -8,7 +8,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from meshnet.core import Replacement, RouteSession, RouteSource
+from meshnet.core import FinishCause, Replacement, RouteSession, RouteSource
 from meshnet.errors import (
     HopLost,
     HopRefused,
@@ -20,6 +20,7 @@ from meshnet.errors import (
     TrackerUnavailable,
 )
 from meshnet.gateway.background import Background
+from meshnet.gateway.ends import SessionEnd, SessionEnds
 from meshnet.gateway.hops import Hop, RouteHops
 from meshnet.gateway.leg import Leg
 from meshnet.gateway.resume import resume_positions
@@ -53,12 +54,18 @@ class Repairer:
     """Repairs of one gateway."""
 
     def __init__(
-        self, routes: RouteSource, pool: WorkerPool, settings: GatewaySettings, background: Background
+        self,
+        routes: RouteSource,
+        pool: WorkerPool,
+        settings: GatewaySettings,
+        background: Background,
+        ends: SessionEnds,
     ) -> None:
         self._routes = routes
         self._pool = pool
         self._settings = settings
         self._background = background
+        self._ends = ends
 
     async def repair(
         self,
@@ -82,12 +89,20 @@ class Repairer:
         """
         repair = _Repair(broken, lost, self._settings)
         try:
-            return await self._try_until(repair, tokens, last_step, capacity_tokens, can_rollback, deadline_s)
+            repaired = await self._try_until(repair, tokens, last_step, capacity_tokens, can_rollback, deadline_s)
         except BaseException:
             for hops, hop in repair.holding.values():
                 if hops is not broken.hops:
                     self._background.run(hops.close([hop]))
+            self._abandon(repair.sessions)
             raise
+        self._abandon(repair.sessions - {repaired.leg.hops.session.session_id})
+        return repaired
+
+    def _abandon(self, session_ids: Collection[str]) -> None:
+        """End sessions that were opened on the way and are not used."""
+        for session_id in session_ids:
+            self._background.run(self._ends.record(SessionEnd(session_id, FinishCause.FAILED, 0)))
 
     async def _try_until(
         self,
@@ -104,6 +119,8 @@ class Repairer:
         while True:
             try:
                 session = await self._route(session, repair.avoid, deadline_s)
+                if session.session_id != repair.broken.hops.session.session_id:
+                    repair.sessions.add(session.session_id)
             except (NoRoute, Overloaded, TrackerUnavailable) as error:
                 trouble: MeshnetError = error
                 repair.full.clear()
@@ -156,6 +173,8 @@ class _Repair:
         self.lost = lost
         #: Shards without a free slot when they were asked.
         self.full: set[str] = set()
+        #: Opened because the tracker had lost the one before.
+        self.sessions: set[str] = set()
         session_id = broken.hops.session.session_id
         self.holding: Holders = {(session_id, hop.shard_id): (broken.hops, hop) for hop in broken.hops.hops}
         self._settings = settings

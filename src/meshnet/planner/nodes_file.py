@@ -19,7 +19,8 @@ from meshnet.planner.predict import CHUNK_TOKENS, Speed
 _STEP_US = 300.0
 _SAMPLER_US = 100.0
 
-Positive = Annotated[float, Field(gt=0, le=1e18)]
+#: Far below anything that exists; what is smaller would overflow as its reciprocal.
+Positive = Annotated[float, Field(ge=1e-6, le=1e18)]
 NotNegative = Annotated[float, Field(ge=0, le=1e12)]
 
 

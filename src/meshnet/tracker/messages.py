@@ -134,7 +134,7 @@ class Activity(Noun):
     model: Name
     layers: LayerRange
     state: Annotated[str, Field(pattern=r"^(pulling|loading|failed|draining)$")]
-    since_unix_s: Annotated[float, Field(ge=0)]
+    since_unix_s: Annotated[float, Field(ge=0, le=1e11)]
     verified_bytes: Count = 0
     wanted_bytes: Count = 0
     trouble: Annotated[str, Field(max_length=1000)] = ""

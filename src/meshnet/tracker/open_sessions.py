@@ -43,6 +43,8 @@ class OpenSession:
     expires_unix_s: int
     renewed_s: float
     unsure: bool = False
+    #: When its last epoch began, on the registry's clock.
+    rerouted_s: float = -math.inf
 
     def uses(self, shard_id: str) -> bool:
         return any(hop.shard_id == shard_id for hop in self.hops)

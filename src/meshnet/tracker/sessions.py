@@ -26,6 +26,9 @@ from meshnet.tracker.settings import TrackerSettings
 
 log = logging.getLogger(__name__)
 
+#: A gateway asks once at a time; what it asks for so much later, it has not been told.
+ASK_AGAIN_S = 1.0
+
 #: Closed sessions are looked through this often for those to forget.
 TIDY_S = 60.0
 
@@ -135,15 +138,14 @@ class Sessions:
         The lost shards are suspect for a few seconds: other sessions avoid them too, as long as there is another way.
 
         Raises:
-            SessionLost: the session is not open, or ``epoch`` is not its last one (or the one before it, as long as a
-                restarted tracker cannot know whether the gateway got the last one).
+            SessionLost: the session is not open, or ``epoch`` is not its last one (or the one before it, if the
+                gateway may not have got the answer to its last repair).
             NoRoute: nothing can take the place of what is lost, now; the session stays as it is.
             TrackerUnavailable: the database failed; the session stays as it is.
         """
         now_s, now_unix_s = self._registry.now_s(), int(self._clock())
         session = self._good(session_id, now_unix_s)
-        # After a restart the gateway may ask again for what was written down and never answered.
-        if epoch != session.epoch and not (session.unsure and epoch == session.epoch - 1):
+        if epoch != session.epoch and not self._may_ask_again(session, epoch, now_s):
             raise SessionLost(f"epoch {epoch} of this session is over; its last one is {session.epoch}")
         after(SessionState.OPEN, SessionEvent.REPAIRED)
         self._open.suspect(lost_shards, now_s + self._settings.suspect_s)
@@ -170,7 +172,7 @@ class Sessions:
         new = [self._market.origin(shard.shard_id) for shard in route.shards if shard.shard_id not in known]
         # At once, so that of two repairs of the same epoch one is refused.
         self._open.reroute(session, epoch=next_epoch, hops=hops, expires_unix_s=expires_unix_s)
-        session.unsure = False
+        session.unsure, session.rerouted_s = False, now_s
         try:
             await self._store.reroute(session_id, epoch=next_epoch, hops=hops, expires_unix_s=expires_unix_s)
         except Exception:
@@ -268,6 +270,12 @@ class Sessions:
     def _is_at(self, session: OpenSession, epoch: int) -> bool:
         """Whether it is still open and in that epoch."""
         return self._open.get(session.session_id) is session and session.epoch == epoch
+
+    def _may_ask_again(self, session: OpenSession, epoch: int, now_s: float) -> bool:
+        """A gateway that never got the answer to its last repair still has the epoch before: the tracker was started
+        again, or took longer than the gateway waits. Of two repairs at the same moment one is refused all the same."""
+        answered_long_ago = now_s - session.rerouted_s >= ASK_AGAIN_S
+        return epoch == session.epoch - 1 and (session.unsure or answered_long_ago)
 
     def _expiry(self, now_unix_s: int) -> int:
         return now_unix_s + max(1, round(self._settings.session_ttl_s))
