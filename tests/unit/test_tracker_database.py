@@ -33,7 +33,9 @@ def test_a_url_without_a_driver_gets_an_asynchronous_one(given: str, used: str) 
     assert str(parse_url(given)) == used
 
 
-@pytest.mark.parametrize("bad", ["", "nonsense", "mysql://db/x", "postgresql+psycopg2://db/x", "oracle://x"])
+@pytest.mark.parametrize(
+    "bad", ["", "nonsense", "mysql://db/x", "postgresql+psycopg2://db/x", "oracle://x", "postgresql://db:99999/x"]
+)
 def test_a_url_of_something_else_is_a_usage_error(bad: str) -> None:
     with pytest.raises(UsageError, match="cannot use database"):
         parse_url(bad)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 from meshnet.errors import UsageError
@@ -67,7 +68,7 @@ class GatewaySettings:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, int | float) and not isinstance(value, bool) and not value > 0:
+            if isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < math.inf:
                 raise UsageError(f"gateway setting {field.name} is {value}; give a number above 0")
         if self.require_api_key and not self.api_keys:
             raise UsageError("the gateway has no API key; give one, or turn keys off explicitly (require_api_key)")

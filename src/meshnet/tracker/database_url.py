@@ -33,6 +33,8 @@ def parse_url(text: str) -> URL:
             f"cannot use database {shown(url)}: write sqlite:////PATH or postgresql://USER@HOST/NAME "
             f"(drivers: {', '.join(sorted(set(ASYNC_DRIVERS.values())))})"
         )
+    if url.port is not None and not 0 < url.port < 65536:
+        raise UsageError(f"cannot use database {shown(url)}: port {url.port} is not that of a server")
     url = url.set(drivername=driver)
     sslmode = url.query.get("sslmode")
     if driver == "postgresql+asyncpg" and sslmode is not None:

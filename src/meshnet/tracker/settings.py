@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from meshnet.errors import UsageError
@@ -49,7 +50,7 @@ class TrackerSettings:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if name != "probing" and not value > 0:
+            if name != "probing" and not 0 < value < math.inf:
                 raise UsageError(f"tracker setting {name} is {value}; give a number of seconds above 0")
         if self.lease_ttl_s < 2 * self.heartbeat_s:
             raise UsageError(
