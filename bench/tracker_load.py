@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import random
 import sys
 import tempfile
@@ -23,10 +24,9 @@ from urllib.parse import urlsplit
 from bench.simulated import Connection, SimulatedNode, SimulatedWorkers, make_nodes
 from meshnet.cli import credentials
 from meshnet.cli.children import Child, children
-from meshnet.core import FinishCause, HopWork, LayerRange, RouteSession
 from meshnet.errors import LeaseLost, MeshnetError, TrackerUnavailable, UsageError
 from meshnet.tracker.client import TrackerClient
-from meshnet.tracker.messages import PREFIX, OpenSession, SessionEnd
+from meshnet.tracker.messages import PREFIX
 
 #: Of a route request, at the 99th percentile.
 TARGET_ROUTE_P99_MS = 20.0
@@ -140,7 +140,6 @@ class _Run:
         self._took_s: dict[str, list[float]] = {"heartbeat": [], "route": [], "end": []}
         self._failed = {"heartbeat": 0, "route": 0, "end": 0}
         self._measuring = False
-        self._spare: list[Connection] = []
         self._registering = asyncio.Semaphore(_REGISTERING_AT_ONCE)
 
     async def measure(self) -> Result:
@@ -154,7 +153,7 @@ class _Run:
             memory: list[tuple[float, float]] = []
             cpu_s, measured_s = _cpu_s(self._pid), time.monotonic()
             watching = asyncio.create_task(self._watch_memory(memory))
-            await self._request_routes(measured_s + load.seconds)
+            await self._request_routes(load.seconds)
             elapsed_s = time.monotonic() - measured_s
             watching.cancel()
             used = (_cpu_s(self._pid) - cpu_s) / elapsed_s
@@ -163,8 +162,6 @@ class _Run:
             for task in beating:
                 task.cancel()
             await asyncio.gather(*beating, return_exceptions=True)
-            for connection in self._spare:
-                connection.close()
         latencies = {kind: Latency.of(took, self._failed[kind]) for kind, took in self._took_s.items()}
         return Result(
             load=load,
@@ -236,45 +233,34 @@ class _Run:
                 )
             await asyncio.sleep(2)
 
-    async def _request_routes(self, until_s: float) -> None:
-        """Requests at random moments, whether the ones before are answered or not."""
-        requests: set[asyncio.Task[None]] = set()
-        while time.monotonic() < until_s:
-            await asyncio.sleep(self._random.expovariate(self._load.routes_per_s))
-            task = asyncio.create_task(self._session())
-            requests.add(task)
-            task.add_done_callback(requests.discard)
-        await asyncio.gather(*requests)
-
-    async def _session(self) -> None:
-        wanted = OpenSession(model=self._nodes[0].shard.model, prompt_tokens=400, answer_tokens=100)
-        answer = await self._borrowed("route", f"{PREFIX}/sessions", wanted.model_dump_json().encode())
-        if answer is None:
-            return
-        session = RouteSession.model_validate_json(answer)
-        await asyncio.sleep(self._load.hold_s)
-        work = tuple(
-            HopWork(
-                epoch=session.epoch,
-                hop_index=index,
-                shard_id=shard.shard_id,
-                layers=LayerRange(start=shard.layers.start, end=shard.layers.end),
-                prefill_tokens=400,
-                decode_tokens=99,
-                compute_us=250_000,
-                bytes_in=1_000_000,
-                bytes_out=1_000_000,
-            )
-            for index, shard in enumerate(session.route.shards)
+    async def _request_routes(self, seconds: float) -> None:
+        """Have another process open and end sessions, and take over what it timed."""
+        load = self._load
+        options = {
+            "--host": self._address[0],
+            "--port": self._address[1],
+            "--model": self._nodes[0].shard.model,
+            "--per-s": load.routes_per_s,
+            "--hold-s": load.hold_s,
+            "--seconds": seconds,
+            "--seed": load.seed,
+        }
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "bench.route_requests"),
+            *(str(text) for option in options.items() for text in option),
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, credentials.JOIN_TOKEN_ENVIRONMENT: self._token},
         )
-        end = SessionEnd(finish_cause=FinishCause.LENGTH, generated_tokens=100, work=work)
-        await self._borrowed("end", f"{PREFIX}/sessions/{session.session_id}/end", end.model_dump_json().encode())
-
-    async def _borrowed(self, kind: str, path: str, body: bytes) -> bytes | None:
-        connection = self._spare.pop() if self._spare else Connection(*self._address, self._token)
-        answer = await self._timed(kind, connection, path, body)
-        self._spare.append(connection)
-        return answer
+        try:
+            output, _ = await process.communicate()
+        finally:
+            if process.returncode is None:
+                process.kill()
+        if process.returncode:
+            raise UsageError(f"the process that asks for routes ended with exit code {process.returncode}")
+        told = json.loads(output)
+        self._took_s |= told["took_s"]
+        self._failed |= told["failed"]
 
     async def _watch_memory(self, memory: list[tuple[float, float]]) -> None:
         began_s = time.monotonic()
