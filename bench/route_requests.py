@@ -1,7 +1,7 @@
 """``python -m bench.route_requests``: opens and ends sessions at a tracker at random moments, and times the answers.
 
 A process of its own: what it measures is what a gateway sees, not how busy the process is that plays the nodes. The
-join token comes from the environment. Prints one JSON object at the end.
+join token comes from the environment. Prints a JSON line when it begins, and one with all it measured at the end.
 """
 
 from __future__ import annotations
@@ -99,6 +99,7 @@ def main(arguments: Sequence[str]) -> None:
     requests = RouteRequests(
         told.host, told.port, token, told.model, per_s=told.per_s, hold_s=told.hold_s, seed=told.seed
     )
+    print(json.dumps({"event": "begins"}), flush=True)
     asyncio.run(requests.run(told.seconds))
     print(json.dumps({"took_s": requests.took_s, "failed": requests.failed}))
 

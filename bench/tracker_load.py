@@ -149,11 +149,13 @@ class _Run:
         try:
             await self._all_ready()
             ready_s = time.monotonic() - began_s
-            self._measuring = True
             memory: list[tuple[float, float]] = []
+            requests = await self._start_requests(load.seconds)
+            self._measuring = True
             cpu_s, measured_s = _cpu_s(self._pid), time.monotonic()
             watching = asyncio.create_task(self._watch_memory(memory))
-            await self._request_routes(load.seconds)
+            await self._finish_requests(requests)
+            self._measuring = False
             elapsed_s = time.monotonic() - measured_s
             watching.cancel()
             used = (_cpu_s(self._pid) - cpu_s) / elapsed_s
@@ -233,8 +235,8 @@ class _Run:
                 )
             await asyncio.sleep(2)
 
-    async def _request_routes(self, seconds: float) -> None:
-        """Have another process open and end sessions, and take over what it timed."""
+    async def _start_requests(self, seconds: float) -> asyncio.subprocess.Process:
+        """Have another process open and end sessions; returns when it begins."""
         load = self._load
         options = {
             "--host": self._address[0],
@@ -251,6 +253,12 @@ class _Run:
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, credentials.JOIN_TOKEN_ENVIRONMENT: self._token},
         )
+        if process.stdout is not None:
+            await process.stdout.readline()
+        return process
+
+    async def _finish_requests(self, process: asyncio.subprocess.Process) -> None:
+        """Take over what it timed."""
         try:
             output, _ = await process.communicate()
         finally:
