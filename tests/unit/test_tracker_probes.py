@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -318,3 +319,29 @@ def test_why_there_is_no_route() -> None:
     told = why_no_probe(odd, [head, tail, odd], {})
     assert told == "no route: layers 2:6 do not begin and end where those of other shards can"
     assert why_no_probe(odd, [odd, make_shard("x", "0:3"), make_shard("y", "5:8")], {}).startswith("no route: gap at")
+
+
+async def test_a_node_whose_workers_hang_does_not_keep_others_waiting(bench: Bench) -> None:
+    """Connections to them are accepted, and nothing comes."""
+    listening = [socket.create_server(("127.0.0.1", 0)) for _ in range(40)]
+    template = (await bench.worker("a1")).shard
+    lease = await register(bench.registry, "a" * 32, "a1")
+    hanging = tuple(
+        ShardAdvertisement(
+            shard=template.model_copy(
+                update={"shard_id": f"a1/{index}", "address": f"127.0.0.1:{server.getsockname()[1]}"}
+            ),
+            worker_key=KEY.hex(),
+        )
+        for index, server in enumerate(listening)
+    )
+    await bench.registry.heartbeat("a1", Heartbeat(lease_epoch=lease.lease_epoch, instance="a" * 32, shards=hanging))
+    await bench.worker("z9")
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    await bench.offer("z9")
+    await bench.until("z9", None)
+    # Forty that are asked for two seconds each, sixteen at once, would take six.
+    assert loop.time() - began_s < 2
+    for server in listening:
+        server.close()

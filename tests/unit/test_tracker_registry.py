@@ -425,6 +425,26 @@ async def test_a_failing_database_is_an_unavailable_tracker(registry: Registry, 
     assert advertised(registry) == ["a"]
 
 
+async def test_a_failing_database_costs_no_lease_and_keeps_no_dead_shard(
+    registry: Registry, database: Database, clock: Clock
+) -> None:
+    epoch = await register(registry)
+    await registry.heartbeat("n1", beat(epoch, "a", "b"))
+    async with database.writing() as session:
+        await session.execute(text("ALTER TABLE shards RENAME TO elsewhere"))
+    # Shard b died, and c came in its place: for longer than a lease nothing of that can be written.
+    for _ in range(4):
+        clock.now += SETTINGS.lease_ttl_s / 2
+        with pytest.raises(TrackerUnavailable):
+            await registry.heartbeat("n1", beat(epoch, "a", "c"))
+        assert advertised(registry) == ["a"]
+    async with database.writing() as session:
+        await session.execute(text("ALTER TABLE elsewhere RENAME TO shards"))
+    await registry.heartbeat("n1", beat(epoch, "a", "c"))
+    assert advertised(registry) == ["a", "c"]
+    assert await stored_shards(database) == 2
+
+
 def test_a_lease_shorter_than_two_heartbeats_is_refused() -> None:
     with pytest.raises(UsageError, match="less than two heartbeats"):
         TrackerSettings(heartbeat_s=2, lease_ttl_s=3)

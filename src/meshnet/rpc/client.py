@@ -33,7 +33,7 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 DEFAULT_TIMEOUT_S = 5.0
 
 #: Most channels a pool keeps; the least recently used one is let go beyond that.
-MAX_CHANNELS = 1024
+MAX_CHANNELS = 256
 
 _CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 #: At once, over all models. A shard is in one probe at a time: a probe takes a session slot of each hop.
 MAX_PROBES = 4
 MAX_DESCRIBES = 16
+#: Of one node: workers that hang on being asked must not keep those of others waiting.
+MAX_DESCRIBES_OF_A_NODE = 4
 DESCRIBE_TIMEOUT_S = 2.0
 #: Shards of one mesh tend to come together.
 GATHER_S = 0.02
@@ -88,7 +91,8 @@ class Prober:
         self._clock = clock
         self._seen: dict[str, _Seen] = {}
         self._trials: dict[str, _Trial] = {}
-        self._describing: set[str] = set()
+        #: Shards that are asked now, and whose they are.
+        self._describing: dict[str, str] = {}
         #: Shards that a probe is using.
         self._in_probe: set[str] = set()
         self._n_probes = 0
@@ -149,12 +153,17 @@ class Prober:
     # ---------------------------------------------------------------------------------------------- descriptions
 
     def _start_describing(self, pool: WorkerPool) -> None:
+        busy = Counter(self._describing.values())
         for shard_id in self._due():
             if len(self._describing) >= MAX_DESCRIBES:
                 return
-            if self._trials[shard_id].n_vocab == 0 and shard_id not in self._describing:
-                self._describing.add(shard_id)
-                self._spawn(self._describe(pool, self._seen[shard_id].shard))
+            seen = self._seen[shard_id]
+            if self._trials[shard_id].n_vocab or shard_id in self._describing:
+                continue
+            if busy[seen.node_id] < MAX_DESCRIBES_OF_A_NODE:
+                busy[seen.node_id] += 1
+                self._describing[shard_id] = seen.node_id
+                self._spawn(self._describe(pool, seen.shard))
 
     async def _describe(self, pool: WorkerPool, shard: Shard) -> None:
         trial = self._trials[shard.shard_id]
@@ -173,7 +182,7 @@ class Prober:
         except HopRefused as error:
             await self._fail(shard.shard_id, str(error))
         finally:
-            self._describing.discard(shard.shard_id)
+            self._describing.pop(shard.shard_id, None)
 
     # ---------------------------------------------------------------------------------------------------- probes
 

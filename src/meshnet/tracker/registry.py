@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 
 from meshnet.core import Shard
-from meshnet.errors import LeaseLost
+from meshnet.errors import LeaseLost, TrackerUnavailable
 from meshnet.tracker.database import Database
 from meshnet.tracker.group_writer import GroupWriter
 from meshnet.tracker.identity import Challenges, check_identity
@@ -155,6 +155,8 @@ class Registry:
 
         Raises:
             LeaseLost: the lease is unknown, has run out, or was taken over.
+            TrackerUnavailable: the database failed. The lease is renewed and withdrawn shards are gone; new ones are
+                not offered before it is back.
         """
         async with self._changes_of(node_id):
             node = self._leased(node_id, beat.lease_epoch, beat.instance)
@@ -164,7 +166,15 @@ class Registry:
                 self._readiness.forget(
                     shard_id for shard_id, one in offered.items() if differs(node.shards.get(shard_id), one)
                 )
-                await self._store(replace(node, shards=offered))
+                try:
+                    await self._store(replace(node, shards=offered))
+                except TrackerUnavailable:
+                    # The node is there all the same, and what it withdrew is gone. What is new waits for the database.
+                    kept = {key: one for key, one in offered.items() if key in node.shards}
+                    same = {key: one for key, one in kept.items() if not differs(node.shards[key], one)}
+                    self._replace_shards(node, same)
+                    self._renew(node)
+                    raise
             self._replace_shards(node, offered)
             for shard_id in sorted(refused.keys() - node.refused.keys()):
                 log.warning("shard %s of node %s refused: %s", shard_id, node_id, refused[shard_id].reason)
