@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.command import environment, finish, line_with, run, start
-from tests.support.mesh import MODEL, Mesh, end, mesh, until, worker_pid
+from tests.support.mesh import MODEL, Mesh, end, mesh, until
 
 CHAT = ("chat", "--temperature", "0", "--max-tokens", "8")
 
@@ -21,7 +21,7 @@ CHAT = ("chat", "--temperature", "0", "--max-tokens", "8")
 @pytest.fixture
 async def net(tmp_path: Path) -> AsyncIterator[Mesh]:
     async with mesh(tmp_path) as started:
-        await started.serve()
+        await started.serve("--repair-timeout-s", "1")
         await started.node("0:3")
         await started.node("3:8")
         yield started
@@ -80,7 +80,8 @@ async def test_an_answer_that_breaks_off_is_an_error(net: Mesh) -> None:
     process = await start("chat", "Hello", "-m", slow, "--max-tokens", "4000", env=env(net))
     assert process.stdout is not None
     await process.stdout.read(1)
-    os.kill(worker_pid(node), signal.SIGKILL)
+    # The agent too, or it would bring the worker back and the answer would go on.
+    os.kill(node.process.pid, signal.SIGKILL)
     ran = await finish(process)
     assert ran.code == 2
     assert ran.err.startswith("meshnet: the answer broke off: ")
