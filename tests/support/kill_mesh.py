@@ -320,6 +320,10 @@ class KillMesh(Mesh):
             if not shard.ready:
                 return f"{replica} is not ready: {shard.why_not_ready}"
             replica.shard_id = shard.shard_id
+            # Until an agent that was started again has registered, the tracker still offers what its last one had.
+            serving = (await self.pool.worker(replica.listen, shard_id=shard.shard_id).describe(timeout_s=2.0)).shard_id
+            if serving != shard.shard_id:
+                return f"{replica} serves {serving}, but {shard.shard_id} is offered"
             status = await self.worker_status(replica)
             if status.open_sessions or status.kv_tokens:
                 return f"{replica} has {status.open_sessions} sessions open and keeps {status.kv_tokens} tokens"
