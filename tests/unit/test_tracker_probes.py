@@ -337,11 +337,10 @@ async def test_a_node_whose_workers_hang_does_not_keep_others_waiting(bench: Ben
     )
     await bench.registry.heartbeat("a1", Heartbeat(lease_epoch=lease.lease_epoch, instance="a" * 32, shards=hanging))
     await bench.worker("z9")
-    loop = asyncio.get_running_loop()
-    began_s = loop.time()
     await bench.offer("z9")
     await bench.until("z9", None)
-    # Forty that are asked for two seconds each, sixteen at once, would take six.
-    assert loop.time() - began_s < 2
+    # By name, its turn would come after those of the other node.
+    told = [bench.registry.why_not_ready(f"a1/{index}") or "" for index in range(len(listening))]
+    assert sum("cannot be reached" in reason for reason in told) < len(listening) // 2
     for server in listening:
         server.close()
