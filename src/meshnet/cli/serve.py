@@ -128,7 +128,7 @@ async def _serve(
 ) -> None:
     # Imported here, so that the other commands start fast.
     from meshnet.artifact.store import store_root
-    from meshnet.cli import hosting
+    from meshnet.cli import hosting, interpreter
     from meshnet.core import RouteSource
     from meshnet.tracker.app import create_app as create_tracker_app
     from meshnet.tracker.client import HttpRouteSource
@@ -182,6 +182,7 @@ async def _serve(
             raise UsageError("nothing to serve: neither tracker nor gateway")
 
         def announce() -> None:
+            interpreter.settle()
             url = hosting.reachable_url(listener)
             if json_events:
                 print(json.dumps({"event": "ready", "url": url}), flush=True)

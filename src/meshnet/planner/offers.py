@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from meshnet.core import Shard
+from meshnet.planner.shapes import Shape, shape_of
 
 #: Guesses where a request does not say.
 DEFAULT_PROMPT_TOKENS = 500
@@ -30,10 +31,13 @@ class Offer:
     prefill_us: float | None = None
     decode_us: float | None = None
     recent: float = 0.0
+    #: What follows from the rest, worked out once: an offer is looked at for many requests.
+    shape: Shape = field(init=False, repr=False, compare=False)
+    full: bool = field(init=False, repr=False, compare=False)
 
-    @property
-    def full(self) -> bool:
-        return self.busy >= 1.0 if self.free_slots is None else self.free_slots <= 0
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", shape_of(self.shard))
+        object.__setattr__(self, "full", self.busy >= 1.0 if self.free_slots is None else self.free_slots <= 0)
 
 
 @dataclass(frozen=True)

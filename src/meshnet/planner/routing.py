@@ -27,7 +27,7 @@ from meshnet.core import LayerRange, Route, Shard
 from meshnet.errors import NoRoute
 from meshnet.planner.coverage import covers, gaps, why_no_route
 from meshnet.planner.offers import NO_LINKS, Link, Links, Offer, RouteRequest
-from meshnet.planner.shapes import Shape, shape_of
+from meshnet.planner.shapes import Shape
 
 __all__ = ["NO_LINKS", "Link", "Links", "Offer", "RouteRequest", "choose_route", "covers", "gaps", "why_no_route"]
 
@@ -189,20 +189,18 @@ class _Search:
         prefill_us, decode_us = self.neutral_us
         linked = bool(self.links)
         singled_out = self.entrances.keys() | self.keep.keys()
-        groups: dict[tuple[Shape, str | None], list[tuple[int, int, float, str, Offer]]] = {}
+        groups: dict[Shape | tuple[Shape, str], list[tuple[int, int, float, str, Offer]]] = {}
         for offer in self.offers:
             shard = offer.shard
-            shard_id = shard.shard_id
+            shard_id, recent = shard.shard_id, offer.recent
             read_us, write_us = offer.prefill_us, offer.decode_us
             work_us = prompt * (prefill_us if read_us is None else read_us)
             work_us += answer * (decode_us if write_us is None else write_us)
-            busy, recent, free_slots = offer.busy, offer.recent, offer.free_slots
-            rate_us = round(work_us * (1.0 + busy * shard.session_slots + RECENT_WEIGHT * recent))
+            rate_us = round(work_us * (1.0 + offer.busy * shard.session_slots + RECENT_WEIGHT * recent))
             if rate_us > _MAX_RATE_US:
                 rate_us = _MAX_RATE_US
-            full = busy >= 1.0 if free_slots is None else free_slots <= 0
-            key = (shape_of(shard), shard_id if shard_id in singled_out else None)
-            ranked = (_FULL if full else 0, rate_us, recent, shard_id, offer)
+            ranked = (_FULL if offer.full else 0, rate_us, recent, shard_id, offer)
+            key = (offer.shape, shard_id) if shard_id in singled_out else offer.shape
             known = groups.get(key)
             if known is None:
                 groups[key] = [ranked]
@@ -212,7 +210,8 @@ class _Search:
                 known[0] = ranked
         by_kin: dict[tuple[str, str, int], list[_Lane]] = {}
         width = self._width(len(groups))
-        for (shape, _), members in groups.items():
+        for members in groups.values():
+            shape = members[0][-1].shape
             lanes = by_kin.setdefault(shape.kin, [])
             for extra, rate_us, _, shard_id, offer in nsmallest(width, members):
                 node_id = offer.node_id if linked else None

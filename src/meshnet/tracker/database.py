@@ -7,26 +7,23 @@ SQLite by default (write-ahead log, foreign keys on), PostgreSQL by URL. `migrat
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from importlib import import_module
 from typing import Any, ClassVar
 
-from sqlalchemy import JSON, BigInteger, Double, ForeignKey, Index, create_engine, event
+from sqlalchemy import JSON, BigInteger, Double, ForeignKey, Index, event, insert
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from meshnet.errors import TrackerUnavailable, UsageError
 from meshnet.tracker.database_lock import DatabaseLock
 from meshnet.tracker.database_url import create_private_file, driver_missing, is_file, parse_url, shown
 from meshnet.tracker.database_url import sqlite_url as sqlite_url
 from meshnet.tracker.migrations import upgrade
-
-#: A second process may hold the write lock for this long before a write fails.
-SQLITE_BUSY_TIMEOUT_MS = 5_000
+from meshnet.tracker.sqlite_writer import SqliteWriter, set_up
 
 #: Callers wait no longer than about this for a server that does not answer.
 POSTGRES_CONNECT_TIMEOUT_S = 3.0
@@ -180,13 +177,17 @@ class LedgerRow(Base):
     at_unix_s: Mapped[int] = mapped_column(BigInteger)
 
 
+def add_rows(session: Session, table: type[Base], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Insert ``rows`` within a transaction. Half the cost of the same through the ORM, which keeps what it inserts."""
+    session.connection().execute(insert(Base.metadata.tables[table.__tablename__]), rows)
+
+
 class Database:
     """One open database. Writers take turns, so that no SQLite write fails because another has begun."""
 
     def __init__(self, engine: AsyncEngine, faults: tuple[type[Exception], ...], lock: DatabaseLock | None) -> None:
         self._engine = engine
-        # Every statement of an asynchronous SQLite engine costs a way to another thread and back; see `transact`.
-        self._thread = _SqliteThread(engine.url) if lock is None and is_file(engine.url) else None
+        self._writer = SqliteWriter(engine.url) if lock is None and is_file(engine.url) else None
         self._faults = faults
         self._lock = lock
         self._sessions = async_sessionmaker(engine, expire_on_commit=False)
@@ -228,8 +229,8 @@ class Database:
     async def close(self) -> None:
         if self._lock is not None:
             await self._lock.release()
-        if self._thread is not None:
-            await self._thread.close()
+        if self._writer is not None:
+            await self._writer.close()
         await self._engine.dispose()
 
     async def check(self) -> None:
@@ -265,18 +266,18 @@ class Database:
 
     async def transact(self, write: Callable[[Session], None]) -> None:
         """Run ``write`` in a transaction, committed if it returns and rolled back if it raises. It must not wait for
-        anything but the database, and may run in another thread.
+        anything but the database, and may run twice, and in another thread.
 
         Raises:
             TrackerUnavailable: the database failed.
         """
-        if self._thread is None:
+        if self._writer is None:
             async with self.writing() as session:
                 await session.run_sync(write)
             return
         with self._failures():
             async with self._writing:
-                await self._thread.transact(write)
+                await self._writer.transact(write)
 
     async def _ensure_lock(self) -> None:
         if self._lock is not None:
@@ -290,40 +291,11 @@ class Database:
             raise TrackerUnavailable(f"the tracker's database failed: {_cause(error)}") from error
 
 
-class _SqliteThread:
-    """A thread with a connection of its own, in which a whole transaction is one call."""
-
-    def __init__(self, url: URL) -> None:
-        self._engine = create_engine(url.set(drivername="sqlite"))
-        event.listen(self._engine, "connect", _set_up_sqlite)
-        self._sessions = sessionmaker(self._engine, expire_on_commit=False)
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="tracker-database")
-
-    async def transact(self, write: Callable[[Session], None]) -> None:
-        """Returns when it is over, even if the caller is cancelled meanwhile."""
-
-        def run() -> None:
-            with self._sessions.begin() as session:
-                write(session)
-
-        running = asyncio.get_running_loop().run_in_executor(self._executor, run)
-        try:
-            await asyncio.shield(running)
-        except asyncio.CancelledError:
-            await asyncio.wait([running])
-            raise
-
-    async def close(self) -> None:
-        # In the thread, to which the connection belongs.
-        await asyncio.get_running_loop().run_in_executor(self._executor, self._engine.dispose)
-        self._executor.shutdown()
-
-
 def _connect(url: URL) -> tuple[AsyncEngine, tuple[type[Exception], ...]]:
     """An engine, and what it may raise when its database fails."""
     if url.get_backend_name() == "sqlite":
         engine = create_async_engine(url)
-        event.listen(engine.sync_engine, "connect", _set_up_sqlite)
+        event.listen(engine.sync_engine, "connect", lambda connection, _record: set_up(connection))
         return engine, (SQLAlchemyError, OSError)
     # A restarted server is noticed before a statement fails on a dead connection.
     engine = create_async_engine(
@@ -339,16 +311,3 @@ def _connect(url: URL) -> tuple[AsyncEngine, tuple[type[Exception], ...]]:
 def _cause(error: BaseException) -> str:
     cause = getattr(error, "orig", None) or error
     return str(cause) or type(cause).__name__
-
-
-def _set_up_sqlite(connection: Any, _record: Any) -> None:
-    cursor = connection.cursor()
-    for pragma in (
-        "journal_mode=WAL",
-        # With a write-ahead log, NORMAL loses no committed row when the process dies, only (maybe) at power loss.
-        "synchronous=NORMAL",
-        "foreign_keys=ON",
-        f"busy_timeout={SQLITE_BUSY_TIMEOUT_MS}",
-    ):
-        cursor.execute(f"PRAGMA {pragma}")
-    cursor.close()

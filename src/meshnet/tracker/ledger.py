@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, case, func, select
+from sqlalchemy import ColumnElement, Row, case, func, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
@@ -31,6 +31,10 @@ MAX_BYTES_PER_TOKEN = 4 << 20
 MAX_LIFETIMES = 2
 
 
+#: A hop as the database has it, as an object or as plain columns.
+_Hop = HopRow | Row[Any]
+
+
 @dataclass(frozen=True)
 class Refused:
     """Work that does not go into the ledger, and why not."""
@@ -40,11 +44,11 @@ class Refused:
 
 
 def check_work(
-    work: Iterable[HopWork], hops: Iterable[HopRow], *, lifetime_s: int
-) -> tuple[list[tuple[HopWork, HopRow]], list[Refused]]:
+    work: Iterable[HopWork], hops: Iterable[_Hop], *, lifetime_s: int
+) -> tuple[list[tuple[HopWork, _Hop]], list[Refused]]:
     """Tell work that the record of a session confirms, with its hop, from work that it does not."""
     known = {(hop.epoch, hop.hop_index): hop for hop in hops}
-    good: list[tuple[HopWork, HopRow]] = []
+    good: list[tuple[HopWork, _Hop]] = []
     refused: list[Refused] = []
     for done in work:
         hop = known.get((done.epoch, done.hop_index))
@@ -56,7 +60,7 @@ def check_work(
     return good, refused
 
 
-def _why_not(done: HopWork, hop: HopRow, lifetime_s: int) -> str | None:
+def _why_not(done: HopWork, hop: _Hop, lifetime_s: int) -> str | None:
     if done.shard_id != hop.shard_id:
         return f"the hop was {hop.shard_id}"
     if (done.layers.start, done.layers.end) != (hop.layer_start, hop.layer_end):
@@ -71,7 +75,9 @@ def _why_not(done: HopWork, hop: HopRow, lifetime_s: int) -> str | None:
     return None
 
 
-def record(session: Session, of: SessionRow, hops: Sequence[HopRow], work: Sequence[HopWork], *, at_unix_s: int) -> int:
+def record(
+    session: Session, of: SessionRow | Row[Any], hops: Sequence[_Hop], work: Sequence[HopWork], *, at_unix_s: int
+) -> int:
     """Add what is not there yet, within the caller's transaction. Returns how much of ``work`` was confirmed."""
     good, refused = check_work(work, hops, lifetime_s=of.expires_unix_s - of.opened_unix_s)
     for item in refused:
@@ -82,11 +88,11 @@ def record(session: Session, of: SessionRow, hops: Sequence[HopRow], work: Seque
     if good:
         dialect = sqlite if session.get_bind().dialect.name == "sqlite" else postgresql
         rows = [_row(of, done, hop, at_unix_s) for done, hop in good]
-        session.execute(dialect.insert(LedgerRow).on_conflict_do_nothing(), rows)
+        session.connection().execute(dialect.insert(LedgerRow.__table__).on_conflict_do_nothing(), rows)
     return len(good)
 
 
-def _row(of: SessionRow, done: HopWork, hop: HopRow, at_unix_s: int) -> dict[str, Any]:
+def _row(of: SessionRow | Row[Any], done: HopWork, hop: _Hop, at_unix_s: int) -> dict[str, Any]:
     return {
         "session_id": of.session_id,
         "epoch": done.epoch,

@@ -1,19 +1,20 @@
 """What routing looks at, made from the registry and the open sessions: the shards offered now, and the links between
-their nodes."""
+their nodes.
+
+Sessions are opened often, and nodes are many: what has changed since the last look is looked at, not everything.
+"""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar, overload
 
 from meshnet.core import Replacement
-from meshnet.planner.offers import NO_LINKS, Link, Links, Offer
-from meshnet.tracker.messages import ShardAdvertisement
+from meshnet.planner.offers import Link, Links, Offer
+from meshnet.tracker.messages import LinkMeasure, ShardAdvertisement
 from meshnet.tracker.open_sessions import OpenSessions
 from meshnet.tracker.registry import Registry
-
-#: Links are measured now and then, and looked at for every session: they are read this often.
-LINKS_S = 2.0
 
 #: Of fewer tokens nothing follows: every shard starts with the few of a probe, and those found it cold.
 MEASURED_TOKENS = 64
@@ -21,15 +22,16 @@ MEASURED_TOKENS = 64
 #: What a shard was given lately fades; an offer that tells of it is made anew after this.
 FRESH_S = 1.0
 
+_T = TypeVar("_T")
 
-@dataclass(slots=True)
+
+@dataclass(frozen=True, slots=True)
 class _Known:
-    """A shard as its last report has it; ``offer`` is good until ``until_s``."""
+    """A shard as its last report has it."""
 
     advertised: ShardAdvertisement
     node_id: str
-    offer: Offer | None = None
-    until_s: float = math.inf
+    reported_s: float
 
     def offer_with(self, given: int, lately: float) -> Offer:
         """The offer, if ``given`` sessions came since the report."""
@@ -55,35 +57,30 @@ class Market:
         self._registry = registry
         self._open = open_sessions
         self._known: dict[str, _Known] = {}
-        self._links: Links = NO_LINKS
-        self._links_read_s = -math.inf
+        self._of_node: dict[str, frozenset[str]] = {}
+        #: By model and shard: those that take sessions, ready or not.
+        self._offers: dict[str, dict[str, Offer]] = {}
+        #: Shards whose offers tell of what they were given lately, and until when that is good; the first ends first.
+        self._fading: dict[str, float] = {}
+        self._links = MeasuredLinks(registry)
 
     def offers(
         self, model: str | None = None, *, artifact_digest: str | None = None, for_repair: bool = False
     ) -> list[Offer]:
         """Every ready shard that takes sessions now, with its load; of one model, of one artifact. ``for_repair`` also
         those that only lack a free slot for their probe."""
-        now_s = self._registry.now_s()
-        is_ready, known = self._registry.may_repair if for_repair else self._registry.is_ready, self._known
-        for shard_id in self._open.take_changed():
-            if shard_id in known:
-                known[shard_id].offer = None
-        found: list[Offer] = []
-        for node in self._registry.live():
-            for shard_id, advertised in node.shards.items():
-                one = known.get(shard_id)
-                if one is None or one.advertised is not advertised:
-                    one = known[shard_id] = _Known(advertised, node.node_id)
-                shard = advertised.shard
-                if (model is not None and shard.model != model) or advertised.load.draining:
-                    continue
-                if (artifact_digest is not None and shard.artifact_digest != artifact_digest) or not is_ready(shard_id):
-                    continue
-                offer = one.offer
-                if offer is None or now_s >= one.until_s:
-                    offer = self._renew(shard_id, one, node.reported_s)
-                found.append(offer)
-        return found
+        self._look()
+        is_ready = self._registry.may_repair if for_repair else self._registry.is_ready
+        silent = {shard_id for node in self._registry.silent() for shard_id in node.shards}
+        models = self._offers.values() if model is None else (self._offers.get(model, {}),)
+        return [
+            offer
+            for offers in models
+            for shard_id, offer in offers.items()
+            if is_ready(shard_id)
+            and shard_id not in silent
+            and (artifact_digest is None or offer.shard.artifact_digest == artifact_digest)
+        ]
 
     def node_of(self, shard_id: str) -> str:
         """The node of a shard that was just offered."""
@@ -99,34 +96,93 @@ class Market:
         return Replacement(shard=shard_id, pull_ms=advertised.pull_ms, load_ms=advertised.load_ms)
 
     def links(self) -> Links:
-        """What nodes measured of the ways to each other; a moment old at most."""
-        now_s = self._registry.now_s()
-        if now_s >= self._links_read_s + LINKS_S:
-            self._links, self._links_read_s = self._measured(), now_s
+        """What nodes measured of the ways to each other, as it is whenever it is looked at."""
         return self._links
 
-    def tidy(self) -> None:
-        """Forget shards that are gone. To be called now and then."""
-        there = {shard_id for node in self._registry.live() for shard_id in node.shards}
-        for shard_id in self._known.keys() - there:
-            del self._known[shard_id]
-
-    def _renew(self, shard_id: str, one: _Known, reported_s: float) -> Offer:
+    def _look(self) -> None:
         now_s = self._registry.now_s()
-        lately = self._open.given_lately(shard_id, now_s)
-        one.offer = one.offer_with(self._open.given_since(shard_id, reported_s), lately)
-        one.until_s = now_s + FRESH_S if lately else math.inf
-        return one.offer
+        changed = self._open.take_changed()
+        for shard_id, until_s in self._fading.items():
+            if until_s > now_s:
+                break
+            changed.add(shard_id)
+        reported = [(node_id, self._registry.node(node_id)) for node_id in self._registry.take_reported()]
+        for node_id, node in reported:
+            there = frozenset(node.shards) if node is not None else frozenset[str]()
+            for shard_id in self._of_node.get(node_id, frozenset()) - there:
+                # It may be another node's by now.
+                if self._known[shard_id].node_id == node_id:
+                    self._withdraw(shard_id)
+                    del self._known[shard_id]
+            self._of_node[node_id] = there
+            if node is not None:
+                for shard_id, advertised in node.shards.items():
+                    self._withdraw(shard_id)
+                    self._known[shard_id] = _Known(advertised, node_id, node.reported_s)
+                changed |= there
+            if not there:
+                del self._of_node[node_id]
+        for shard_id in changed:
+            self._renew(shard_id, now_s)
 
-    def _measured(self) -> Links:
-        nodes = list(self._registry.live())
-        on = {shard_id: node.node_id for node in nodes for shard_id in node.shards}
-        links: dict[tuple[str, str], Link] = {}
-        for node in nodes:
-            for measured in node.links:
-                to = on.get(measured.shard_id)
-                if to is not None:
-                    links[node.node_id, to] = Link(measured.rtt_ms, measured.bytes_per_s)
+    def _withdraw(self, shard_id: str) -> None:
+        known = self._known.get(shard_id)
+        if known is not None:
+            self._offers.get(known.advertised.shard.model, {}).pop(shard_id, None)
+
+    def _renew(self, shard_id: str, now_s: float) -> None:
+        self._fading.pop(shard_id, None)
+        known = self._known.get(shard_id)
+        if known is None or known.advertised.load.draining:
+            return
+        lately = self._open.given_lately(shard_id, now_s)
+        offer = known.offer_with(self._open.given_since(shard_id, known.reported_s), lately)
+        self._offers.setdefault(offer.shard.model, {})[shard_id] = offer
+        if lately:
+            self._fading[shard_id] = now_s + FRESH_S
+
+
+class MeasuredLinks(Mapping[tuple[str, str], Link]):
+    """The links that nodes told with their last reports, by (from node, to node). A route looks at few of them."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        #: By the node that measured, with what it told.
+        self._read: dict[str, tuple[tuple[LinkMeasure, ...], dict[str, Link]]] = {}
+
+    @overload
+    def get(self, key: tuple[str, str]) -> Link | None: ...
+    @overload
+    def get(self, key: tuple[str, str], default: _T) -> Link | _T: ...
+    def get(self, key: tuple[str, str], default: object = None) -> object:
+        return self._from(key[0]).get(key[1], default)
+
+    def __getitem__(self, key: tuple[str, str]) -> Link:
+        return self._from(key[0])[key[1]]
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        return ((node.node_id, to) for node in self._registry.live() for to in self._from(node.node_id))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __bool__(self) -> bool:
+        return any(node.links for node in self._registry.live())
+
+    def _from(self, node_id: str) -> dict[str, Link]:
+        node = self._registry.node(node_id)
+        if node is None or not node.links:
+            self._read.pop(node_id, None)
+            return {}
+        told, links = self._read.get(node_id, ((), {}))
+        if told is not node.links:
+            owner = self._registry.owner
+            links = {
+                to: Link(measured.rtt_ms, measured.bytes_per_s)
+                for measured in node.links
+                if (to := owner(measured.shard_id)) is not None
+            }
+            self._read[node_id] = node.links, links
         return links
 
 

@@ -77,6 +77,9 @@ class Registry:
         self._clock = clock
         self._wall_clock = wall_clock
         self._nodes: dict[str, Node] = {}
+        #: Live nodes; who reported longest ago comes first.
+        self._by_report: dict[str, None] = {}
+        self._reported: set[str] = set()
         self._models: dict[tuple[str, str], KnownModel] = {}
         self._challenges = Challenges(self.now_s)
         self._readiness = Readiness(probing=probing)
@@ -100,6 +103,8 @@ class Registry:
         for node in kept.nodes.values():
             shards, node.shards = node.shards, {}
             self._nodes[node.node_id] = node
+            if node.state == LIVE:
+                self._by_report[node.node_id] = None
             self._replace_shards(node, shards)
         self._readiness.prove(kept.proven)
         self._models = {(model.model, model.artifact_digest): model for model in kept.models}
@@ -140,6 +145,7 @@ class Registry:
             if known is not None:
                 self._replace_shards(known, {})
             self._nodes[node_id] = node
+            self._renew(node)
         log.info("node %s registered, lease epoch %d", node_id, node.lease_epoch)
         return Lease(
             lease_epoch=node.lease_epoch,
@@ -262,6 +268,28 @@ class Registry:
             for _, node in sorted(self._nodes.items())
         )
 
+    def node(self, node_id: str) -> Node | None:
+        """A known node, live or not."""
+        return self._nodes.get(node_id)
+
+    def owner(self, shard_id: str) -> str | None:
+        """The node that advertises a shard."""
+        return self._owners.get(shard_id)
+
+    def take_reported(self) -> set[str]:
+        """Nodes that have reported, come or gone since this was asked last. For one asker."""
+        reported, self._reported = self._reported, set()
+        return reported
+
+    def silent(self) -> Iterator[Node]:
+        """Nodes whose lease has run out, and of which nobody has taken note yet."""
+        good_from_s = self._good_from_s()
+        for node_id in self._by_report:
+            node = self._nodes[node_id]
+            if node.reported_s > good_from_s:
+                return
+            yield node
+
     def live(self) -> Iterator[Node]:
         """Nodes whose lease is good now, in no order. Cheap: nothing is copied."""
         good_from_s = self._good_from_s()
@@ -295,6 +323,9 @@ class Registry:
     def _renew(self, node: Node) -> None:
         node.last_seen_unix_s = self._wall_clock()
         node.reported_s = self.now_s()
+        self._by_report.pop(node.node_id, None)
+        self._by_report[node.node_id] = None
+        self._reported.add(node.node_id)
 
     def _leased(self, node_id: str, lease_epoch: int, instance: str) -> Node:
         node = self._nodes.get(node_id)
@@ -377,6 +408,7 @@ class Registry:
             self._owners[shard_id] = node.node_id
             log.info("shard %s advertised at %s", shard_id, shards[shard_id].shard.address)
         node.shards = shards
+        self._reported.add(node.node_id)
         self._readiness.forget(gone)
         if gone:
             self.changed.set()
@@ -403,6 +435,7 @@ class Registry:
         await self._store(replace(node, state=state, shards={}))
         node.state = state
         node.refused, node.activities, node.links, node.capacity = {}, (), (), None
+        self._by_report.pop(node.node_id, None)
         self._replace_shards(node, {})
 
     async def _store(self, node: Node) -> None:

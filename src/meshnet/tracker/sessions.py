@@ -231,7 +231,6 @@ class Sessions:
         if ended:
             log.warning("gave up %d sessions that their gateways neither closed nor renewed", len(ended))
         self._open.tidy(now_s)
-        self._market.tidy()
         recording = dict(self._given_up)
         await self._store.give_up(recording, now_unix_s=now_unix_s)
         for session_id in recording:
