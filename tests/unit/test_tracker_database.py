@@ -8,9 +8,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import Connection, text
 from sqlalchemy.exc import OperationalError
-from sqlalchemy.orm import Session
 
 from meshnet.errors import TrackerUnavailable, UsageError
 from meshnet.tracker.database import Database
@@ -138,8 +137,8 @@ async def database(tmp_path: Path) -> AsyncIterator[Database]:
 
 
 def insert(number: int) -> Write:
-    def write(session: Session) -> None:
-        session.execute(text("INSERT INTO numbers VALUES (:n)"), {"n": number})
+    def write(connection: Connection) -> None:
+        connection.execute(text("INSERT INTO numbers VALUES (:n)"), {"n": number})
 
     return write
 

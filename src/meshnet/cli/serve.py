@@ -141,6 +141,7 @@ async def _serve(
     recipes = [Recipe.parse(text) for text in deploy]
     async with AsyncExitStack() as stack:
         listener = stack.enter_context(hosting.listen(host, port))
+        await stack.enter_async_context(interpreter.few_pauses())
         source: RouteSource
         tracker_app: hosting.Application | None = None
         application: hosting.Application

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 
 from meshnet.core import Shard
@@ -12,6 +13,9 @@ from meshnet.planner.shapes import Shape, shape_of
 #: Guesses where a request does not say.
 DEFAULT_PROMPT_TOKENS = 500
 DEFAULT_ANSWER_TOKENS = 200
+
+#: How much of an open session a recently opened one counts. Small: it only decides between what is about equal.
+RECENT_WEIGHT = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +36,23 @@ class Offer:
     decode_us: float | None = None
     recent: float = 0.0
     #: What follows from the rest, worked out once: an offer is looked at for many requests.
+    shard_id: str = field(init=False, repr=False, compare=False)
+    model: str = field(init=False, repr=False, compare=False)
+    capacity_tokens: int = field(init=False, repr=False, compare=False)
     shape: Shape = field(init=False, repr=False, compare=False)
     full: bool = field(init=False, repr=False, compare=False)
+    #: How much longer everything takes for those who are served already.
+    slowdown: float = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", shape_of(self.shard))
-        object.__setattr__(self, "full", self.busy >= 1.0 if self.free_slots is None else self.free_slots <= 0)
+        shard = self.shard
+        keep = partial(object.__setattr__, self)
+        keep("shard_id", shard.shard_id)
+        keep("model", shard.model)
+        keep("capacity_tokens", shard.session_capacity_tokens)
+        keep("shape", shape_of(shard))
+        keep("full", self.busy >= 1.0 if self.free_slots is None else self.free_slots <= 0)
+        keep("slowdown", 1.0 + self.busy * shard.session_slots + RECENT_WEIGHT * self.recent)
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,6 @@ DEFAULT_PREFILL_US = 200.0
 DEFAULT_DECODE_US = 1000.0
 DEFAULT_LINK = Link(rtt_ms=1.0, bytes_per_s=100e6)
 
-#: How much of an open session a recently opened one counts. Small: it only decides between what is about equal.
-RECENT_WEIGHT = 0.05
-
 #: Where links are measured, the cheapest few shards of a shape are looked at singly, the ring is tried for a few heads,
 #: and a few ways to a place are followed up: as many as these allow, shared out among the shapes.
 _LINKED_LANES = 36
@@ -77,13 +74,13 @@ def choose_route(
     Raises:
         NoRoute: the offered shards do not cover the model; the message says where and why.
     """
-    candidates = [offer for offer in offers if offer.shard.model == model]
-    usable = [offer for offer in candidates if offer.shard.shard_id not in avoid] if avoid else candidates
+    candidates = [offer for offer in offers if offer.model == model]
+    usable = [offer for offer in candidates if offer.shard_id not in avoid] if avoid else candidates
     found = _with_room(usable, request, keep, links)
     if found is not None:
         return Route(shards=found)
     reason = why_no_route([offer.shard for offer in usable])
-    avoided = sorted({offer.shard.shard_id for offer in candidates} & set(avoid))
+    avoided = sorted({offer.shard_id for offer in candidates} & set(avoid))
     beside = f" (leaving out {', '.join(avoided)}, which just failed or refused)" if avoided else ""
     raise NoRoute(f"no route for {model}{beside}: {reason}")
 
@@ -93,15 +90,15 @@ def _with_room(
 ) -> tuple[Shard, ...] | None:
     """Leaves out shards that are too small for the session, as long as a route remains."""
     wanted = request.capacity_tokens
-    roomy = [offer for offer in usable if offer.shard.session_capacity_tokens >= wanted] if wanted else usable
+    roomy = [offer for offer in usable if offer.capacity_tokens >= wanted] if wanted else usable
     neutral_us = _neutral_us(usable)
     found = _Search(roomy, request, keep, links, neutral_us).best()
     if found is not None or len(roomy) == len(usable):
         return found
     # No route holds what is wanted: then the one that holds most.
-    for capacity in sorted({offer.shard.session_capacity_tokens for offer in usable}, reverse=True):
+    for capacity in sorted({offer.capacity_tokens for offer in usable}, reverse=True):
         if capacity < wanted:
-            roomy = [offer for offer in usable if offer.shard.session_capacity_tokens >= capacity]
+            roomy = [offer for offer in usable if offer.capacity_tokens >= capacity]
             found = _Search(roomy, request, keep, links, neutral_us).best()
             if found is not None:
                 return found
@@ -191,15 +188,14 @@ class _Search:
         singled_out = self.entrances.keys() | self.keep.keys()
         groups: dict[Shape | tuple[Shape, str], list[tuple[int, int, float, str, Offer]]] = {}
         for offer in self.offers:
-            shard = offer.shard
-            shard_id, recent = shard.shard_id, offer.recent
+            shard_id = offer.shard_id
             read_us, write_us = offer.prefill_us, offer.decode_us
             work_us = prompt * (prefill_us if read_us is None else read_us)
             work_us += answer * (decode_us if write_us is None else write_us)
-            rate_us = round(work_us * (1.0 + offer.busy * shard.session_slots + RECENT_WEIGHT * recent))
+            rate_us = round(work_us * offer.slowdown)
             if rate_us > _MAX_RATE_US:
                 rate_us = _MAX_RATE_US
-            ranked = (_FULL if offer.full else 0, rate_us, recent, shard_id, offer)
+            ranked = (_FULL if offer.full else 0, rate_us, offer.recent, shard_id, offer)
             key = (offer.shape, shard_id) if shard_id in singled_out else offer.shape
             known = groups.get(key)
             if known is None:
@@ -222,13 +218,13 @@ class _Search:
                     # The session has its slot there.
                     lanes.append(_Lane(narrow, offer, rate_us, -_KEPT * len(kept), node_id, enter_from, enter_to))
         for lanes in by_kin.values():
-            lanes.sort(key=lambda lane: (lane.extra, lane.shape.sort_key, lane.offer.shard.shard_id))
+            lanes.sort(key=lambda lane: (lane.extra, lane.shape.sort_key, lane.offer.shard_id))
         return [by_kin[kin] for kin in sorted(by_kin)]
 
     def _heads(self, lanes: Sequence[_Lane]) -> Sequence[str | None]:
         """The nodes that a ring is tried to start at; links decide between them, so None alone without any."""
         at_zero = [lane for lane in lanes if lane.shape.start == 0]
-        ranked = sorted(at_zero, key=lambda lane: (lane.extra, lane.rate_us, lane.offer.shard.shard_id))
+        ranked = sorted(at_zero, key=lambda lane: (lane.extra, lane.rate_us, lane.offer.shard_id))
         return list(dict.fromkeys(lane.node_id for lane in ranked))[: self._width(len({lane.shape for lane in lanes}))]
 
     def _width(self, n_shapes: int) -> int:
@@ -334,7 +330,7 @@ def _used_twice(found: _Exit | None) -> tuple[str, int] | None:
     seen: dict[str, int] = {}
     hop = found
     while hop is not None:
-        shard_id = hop.lane.offer.shard.shard_id
+        shard_id = hop.lane.offer.shard_id
         if shard_id in seen:
             return shard_id, seen[shard_id]
         seen[shard_id] = hop.start

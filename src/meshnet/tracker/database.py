@@ -12,11 +12,11 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from importlib import import_module
 from typing import Any, ClassVar
 
-from sqlalchemy import JSON, BigInteger, Double, ForeignKey, Index, event, insert
+from sqlalchemy import JSON, BigInteger, Connection, Double, ForeignKey, Index, event, insert
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from meshnet.errors import TrackerUnavailable, UsageError
 from meshnet.tracker.database_lock import DatabaseLock
@@ -177,9 +177,9 @@ class LedgerRow(Base):
     at_unix_s: Mapped[int] = mapped_column(BigInteger)
 
 
-def add_rows(session: Session, table: type[Base], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Insert ``rows`` within a transaction. Half the cost of the same through the ORM, which keeps what it inserts."""
-    session.connection().execute(insert(Base.metadata.tables[table.__tablename__]), rows)
+def add_rows(connection: Connection, table: type[Base], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Insert ``rows`` within a transaction."""
+    connection.execute(insert(Base.metadata.tables[table.__tablename__]), rows)
 
 
 class Database:
@@ -264,16 +264,20 @@ class Database:
             async with self._writing, self._sessions.begin() as session:
                 yield session
 
-    async def transact(self, write: Callable[[Session], None]) -> None:
+    async def transact(self, write: Callable[[Connection], None]) -> None:
         """Run ``write`` in a transaction, committed if it returns and rolled back if it raises. It must not wait for
         anything but the database, and may run twice, and in another thread.
+
+        It gets a plain connection: through objects, what every session writes takes three times as long.
 
         Raises:
             TrackerUnavailable: the database failed.
         """
         if self._writer is None:
-            async with self.writing() as session:
-                await session.run_sync(write)
+            with self._failures():
+                await self._ensure_lock()
+                async with self._writing, self._engine.begin() as connection:
+                    await connection.run_sync(write)
             return
         with self._failures():
             async with self._writing:

@@ -6,15 +6,15 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from sqlalchemy import Connection
 from sqlalchemy.exc import DataError, IntegrityError, ProgrammingError
-from sqlalchemy.orm import Session
 
 from meshnet.errors import TrackerUnavailable
 from meshnet.tracker.database import Database
 
 #: One write: statements in a transaction that others may share. It may run in another thread, and again if another of
 #: the group fails.
-Write = Callable[[Session], None]
+Write = Callable[[Connection], None]
 
 #: Most writes in one transaction, so that nobody waits long for those before it.
 MAX_GROUP = 64
@@ -64,7 +64,7 @@ class GroupWriter:
 
     async def _commit(self, group: list[_Waiting]) -> None:
         try:
-            await self._database.transact(lambda session: _write_all(group, session))
+            await self._database.transact(lambda connection: _write_all(group, connection))
         except Exception as error:
             if len(group) == 1 or not _is_of_one(error):
                 for waiting in group:
@@ -81,9 +81,9 @@ class GroupWriter:
             _tell(waiting.done, None)
 
 
-def _write_all(group: Sequence[_Waiting], session: Session) -> None:
+def _write_all(group: Sequence[_Waiting], connection: Connection) -> None:
     for waiting in group:
-        waiting.write(session)
+        waiting.write(connection)
 
 
 def _is_of_one(error: Exception) -> bool:

@@ -11,9 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Row, case, func, select
+from sqlalchemy import ColumnElement, Connection, Row, case, func, select
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.orm import Session
 
 from meshnet.core import HopWork
 from meshnet.errors import RequestError
@@ -76,7 +75,7 @@ def _why_not(done: HopWork, hop: _Hop, lifetime_s: int) -> str | None:
 
 
 def record(
-    session: Session, of: SessionRow | Row[Any], hops: Sequence[_Hop], work: Sequence[HopWork], *, at_unix_s: int
+    connection: Connection, of: SessionRow | Row[Any], hops: Sequence[_Hop], work: Sequence[HopWork], *, at_unix_s: int
 ) -> int:
     """Add what is not there yet, within the caller's transaction. Returns how much of ``work`` was confirmed."""
     good, refused = check_work(work, hops, lifetime_s=of.expires_unix_s - of.opened_unix_s)
@@ -86,9 +85,9 @@ def record(
             *(item.work.shard_id, item.work.epoch, item.work.hop_index, item.why),
         )
     if good:
-        dialect = sqlite if session.get_bind().dialect.name == "sqlite" else postgresql
+        dialect = sqlite if connection.dialect.name == "sqlite" else postgresql
         rows = [_row(of, done, hop, at_unix_s) for done, hop in good]
-        session.connection().execute(dialect.insert(LedgerRow.__table__).on_conflict_do_nothing(), rows)
+        connection.execute(dialect.insert(LedgerRow.__table__).on_conflict_do_nothing(), rows)
     return len(good)
 
 

@@ -8,9 +8,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 
 from pydantic import ValidationError
-from sqlalchemy import delete, insert, select, update
+from sqlalchemy import Connection, delete, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
-from sqlalchemy.orm import Session
 
 from meshnet.core import Shard
 from meshnet.tracker.database import ModelRow, NodeRow, ShardRow
@@ -106,10 +105,8 @@ async def read_kept(session: AsyncSession, *, reported_s: float) -> Kept:
     return Kept(nodes, [known_model(row) for row in await session.scalars(select(ModelRow))], proven)
 
 
-def write_node(session: Session, node: Node, proven: Collection[str], models: Sequence[KnownModel]) -> None:
+def write_node(connection: Connection, node: Node, proven: Collection[str], models: Sequence[KnownModel]) -> None:
     """Make the node's rows equal to ``node``, and add ``models`` that are not there. ``proven`` are shard ids."""
-    connection = session.connection()
-    # Statements rather than objects: when hundreds of nodes come at once, this is what the tracker does.
     values = {name: getattr(node, name) for name in _NODE_COLUMNS}
     of_node = NodeRow.node_id == node.node_id
     if not connection.execute(update(NodeRow).where(of_node).values(values)).rowcount:
@@ -129,12 +126,13 @@ def write_node(session: Session, node: Node, proven: Collection[str], models: Se
         connection.execute(insert(ShardRow), shards)
     for model in models:
         # Another node may have offered it first at the same moment.
-        if session.get(ModelRow, (model.model, model.artifact_digest)) is None:
-            session.add(ModelRow(**asdict(model)))
+        this = (ModelRow.model == model.model) & (ModelRow.artifact_digest == model.artifact_digest)
+        if connection.execute(select(ModelRow.model).where(this)).one_or_none() is None:
+            connection.execute(insert(ModelRow), asdict(model))
 
 
-def write_proven(session: Session, shard_ids: Collection[str], *, proven: bool) -> None:
-    session.connection().execute(update(ShardRow).where(ShardRow.shard_id.in_(shard_ids)).values(proven=proven))
+def write_proven(connection: Connection, shard_ids: Collection[str], *, proven: bool) -> None:
+    connection.execute(update(ShardRow).where(ShardRow.shard_id.in_(shard_ids)).values(proven=proven))
 
 
 def new_models(node: Node, known: Collection[tuple[str, str]]) -> list[KnownModel]:

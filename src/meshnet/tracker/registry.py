@@ -425,7 +425,7 @@ class Registry:
             there = [shard_id for shard_id in shard_ids if shard_id in self._owners]
             changing = [shard_id for shard_id in there if self._readiness.is_proven(shard_id) != proven]
             if changing:
-                await self._writer.run(lambda session: write_proven(session, changing, proven=proven))
+                await self._writer.run(lambda connection: write_proven(connection, changing, proven=proven))
             if proven:
                 self._readiness.prove(there)
             else:
@@ -442,6 +442,6 @@ class Registry:
         """Make the node's rows equal to ``node``, and add models not seen before."""
         models = new_models(node, self._models.keys())
         proven = {shard_id for shard_id in node.shards if self._readiness.is_proven(shard_id)}
-        await self._writer.run(lambda session: write_node(session, node, proven, models))
+        await self._writer.run(lambda connection: write_node(connection, node, proven, models))
         for model in models:
             self._models.setdefault((model.model, model.artifact_digest), model)

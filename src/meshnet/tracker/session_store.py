@@ -6,8 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Column, delete, func, select, update
-from sqlalchemy.orm import Session
+from sqlalchemy import Column, Connection, delete, func, select, update
 
 from meshnet.core import FinishCause, HopWork, LayerRange
 from meshnet.tracker import ledger
@@ -72,9 +71,9 @@ class SessionStore:
         }
         hops = _hop_rows(opened.session_id, opened.epoch, opened.hops)
 
-        def write(session: Session) -> None:
-            add_rows(session, SessionRow, [row])
-            add_rows(session, HopRow, hops)
+        def write(connection: Connection) -> None:
+            add_rows(connection, SessionRow, [row])
+            add_rows(connection, HopRow, hops)
 
         await self._writer.run(write)
 
@@ -82,11 +81,11 @@ class SessionStore:
         """Record the hops of another epoch."""
         rows = _hop_rows(session_id, epoch, hops)
 
-        def write(session: Session) -> None:
+        def write(connection: Connection) -> None:
             # Of a try whose outcome nobody learned, and whose tickets nobody got.
-            session.execute(delete(HopRow).where(HopRow.session_id == session_id, HopRow.epoch == epoch))
-            add_rows(session, HopRow, rows)
-            session.execute(
+            connection.execute(delete(HopRow).where(HopRow.session_id == session_id, HopRow.epoch == epoch))
+            add_rows(connection, HopRow, rows)
+            connection.execute(
                 update(SessionRow)
                 .where(SessionRow.session_id == session_id)
                 .values(epoch=epoch, expires_unix_s=expires_unix_s)
@@ -105,9 +104,7 @@ class SessionStore:
     ) -> None:
         """Record what a gateway tells of the end of a session: how it ended the first time, work whenever it comes."""
 
-        def write(session: Session) -> None:
-            # Not through objects: this is written for every answer, and they take three times as long.
-            connection = session.connection()
+        def write(connection: Connection) -> None:
             this = SessionRow.session_id == session_id
             row = connection.execute(select(*_columns(SessionRow)).where(this)).one_or_none()
             if row is None:
@@ -128,16 +125,16 @@ class SessionStore:
                 )
             if work:
                 hops = connection.execute(select(*_columns(HopRow)).where(HopRow.session_id == session_id)).all()
-                ledger.record(session, row, hops, work, at_unix_s=now_unix_s)
+                ledger.record(connection, row, hops, work, at_unix_s=now_unix_s)
 
         await self._writer.run(write)
 
     async def give_up(self, states: Mapping[str, SessionState], *, now_unix_s: int) -> None:
         """Record sessions that their gateways have left: orphaned or expired."""
 
-        def write(session: Session) -> None:
+        def write(connection: Connection) -> None:
             for session_id, state in states.items():
-                session.execute(
+                connection.execute(
                     update(SessionRow)
                     .where(SessionRow.session_id == session_id, SessionRow.closed_unix_s.is_(None))
                     .values(state=state.value, closed_unix_s=now_unix_s)
@@ -150,13 +147,13 @@ class SessionStore:
         """Expire what memory does not know, and forget what was closed by then. Hops go with their session; the ledger
         stays."""
 
-        def write(session: Session) -> None:
-            session.execute(
+        def write(connection: Connection) -> None:
+            connection.execute(
                 update(SessionRow)
                 .where(SessionRow.closed_unix_s.is_(None), SessionRow.expires_unix_s <= now_unix_s)
                 .values(state=SessionState.EXPIRED.value, closed_unix_s=now_unix_s)
             )
-            session.execute(delete(SessionRow).where(SessionRow.closed_unix_s <= forget_closed_unix_s))
+            connection.execute(delete(SessionRow).where(SessionRow.closed_unix_s <= forget_closed_unix_s))
 
         await self._writer.run(write)
 

@@ -13,10 +13,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from sqlalchemy import Engine, create_engine, event, text
+from sqlalchemy import Connection, Engine, create_engine, event, text
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
-from sqlalchemy.orm import Session, sessionmaker
 
 log = logging.getLogger(__name__)
 
@@ -36,14 +35,11 @@ class SqliteWriter:
         # This connection never waits for anybody, and never syncs.
         self._quick = _engine(url, busy_timeout=0, wal_autocheckpoint=0)
         self._patient = _engine(url, busy_timeout=BUSY_TIMEOUT_MS)
-        self._sessions = {
-            engine: sessionmaker(engine, expire_on_commit=False) for engine in (self._quick, self._patient)
-        }
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="tracker-database")
         self._checkpoint: asyncio.Future[int] | None = None
         self._commits = 0
 
-    async def transact(self, write: Callable[[Session], None]) -> None:
+    async def transact(self, write: Callable[[Connection], None]) -> None:
         """Run ``write`` in a transaction. It may run twice, and then in a thread: another process had the database.
 
         Returns when it is over, even if the caller is cancelled meanwhile.
@@ -54,11 +50,11 @@ class SqliteWriter:
                 # Writers were faster than the last one: it starts over only if none writes meanwhile.
                 await self._in_thread(self._copy_log)
         try:
-            self._run(self._quick, write)
+            _run(self._quick, write)
         except OperationalError as error:
             if not _is_busy(error):
                 raise
-            await self._in_thread(lambda: self._run(self._patient, write))
+            await self._in_thread(lambda: _run(self._patient, write))
         self._commits += 1
         if self._commits >= CHECKPOINT_EVERY and self._checkpoint is None:
             self._commits = 0
@@ -69,10 +65,6 @@ class SqliteWriter:
         # In the thread, to which the connection belongs.
         await asyncio.get_running_loop().run_in_executor(self._executor, self._patient.dispose)
         self._executor.shutdown()
-
-    def _run(self, engine: Engine, write: Callable[[Session], None]) -> None:
-        with self._sessions[engine].begin() as session:
-            write(session)
 
     def _copy_log(self) -> int:
         """Copy what others do not read any more; returns how many pages the log has, or 0 if that is not known."""
@@ -92,6 +84,11 @@ class SqliteWriter:
         except asyncio.CancelledError:
             await asyncio.wait([running])
             raise
+
+
+def _run(engine: Engine, write: Callable[[Connection], None]) -> None:
+    with engine.begin() as connection:
+        write(connection)
 
 
 def _engine(url: URL, **pragmas: int) -> Engine:
