@@ -13,6 +13,7 @@ from typing import TypeVar, overload
 from meshnet.core import Replacement
 from meshnet.planner.offers import Link, Links, Offer
 from meshnet.tracker.messages import LinkMeasure, ShardAdvertisement
+from meshnet.tracker.nodes import Node
 from meshnet.tracker.open_sessions import OpenSessions
 from meshnet.tracker.registry import Registry
 
@@ -63,13 +64,14 @@ class Market:
         #: Shards whose offers tell of what they were given lately, and until when that is good; the first ends first.
         self._fading: dict[str, float] = {}
         self._links = MeasuredLinks(registry)
+        registry.reported = self._report
 
     def offers(
         self, model: str | None = None, *, artifact_digest: str | None = None, for_repair: bool = False
     ) -> list[Offer]:
         """Every ready shard that takes sessions now, with its load; of one model, of one artifact. ``for_repair`` also
         those that only lack a free slot for their probe."""
-        self._look()
+        self._refresh()
         is_ready = self._registry.may_repair if for_repair else self._registry.is_ready
         silent = {shard_id for node in self._registry.silent() for shard_id in node.shards}
         models = self._offers.values() if model is None else (self._offers.get(model, {}),)
@@ -99,29 +101,30 @@ class Market:
         """What nodes measured of the ways to each other, as it is whenever it is looked at."""
         return self._links
 
-    def _look(self) -> None:
+    def _report(self, node: Node) -> None:
+        """Take over what a node has told, or that it is gone."""
+        before, there = self._of_node.pop(node.node_id, frozenset()), frozenset(node.shards)
+        for shard_id in before - there:
+            # It may be another node's by now.
+            if self._known[shard_id].node_id == node.node_id:
+                self._withdraw(shard_id)
+                del self._known[shard_id]
+        if there:
+            self._of_node[node.node_id] = there
+        now_s = self._registry.now_s()
+        for shard_id, advertised in node.shards.items():
+            self._withdraw(shard_id)
+            self._known[shard_id] = _Known(advertised, node.node_id, node.reported_s)
+            self._renew(shard_id, now_s)
+
+    def _refresh(self) -> None:
+        """Renew offers that something else has changed than a report."""
         now_s = self._registry.now_s()
         changed = self._open.take_changed()
         for shard_id, until_s in self._fading.items():
             if until_s > now_s:
                 break
             changed.add(shard_id)
-        reported = [(node_id, self._registry.node(node_id)) for node_id in self._registry.take_reported()]
-        for node_id, node in reported:
-            there = frozenset(node.shards) if node is not None else frozenset[str]()
-            for shard_id in self._of_node.get(node_id, frozenset()) - there:
-                # It may be another node's by now.
-                if self._known[shard_id].node_id == node_id:
-                    self._withdraw(shard_id)
-                    del self._known[shard_id]
-            self._of_node[node_id] = there
-            if node is not None:
-                for shard_id, advertised in node.shards.items():
-                    self._withdraw(shard_id)
-                    self._known[shard_id] = _Known(advertised, node_id, node.reported_s)
-                changed |= there
-            if not there:
-                del self._of_node[node_id]
         for shard_id in changed:
             self._renew(shard_id, now_s)
 

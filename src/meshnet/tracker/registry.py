@@ -79,7 +79,6 @@ class Registry:
         self._nodes: dict[str, Node] = {}
         #: Live nodes; who reported longest ago comes first.
         self._by_report: dict[str, None] = {}
-        self._reported: set[str] = set()
         self._models: dict[tuple[str, str], KnownModel] = {}
         self._challenges = Challenges(self.now_s)
         self._readiness = Readiness(probing=probing)
@@ -93,6 +92,8 @@ class Registry:
         self._changing: dict[str, asyncio.Lock] = {}
         #: Set whenever a shard has come or gone.
         self.changed = asyncio.Event()
+        #: Called with a node that has reported, or whose shards have come or gone. Set by whoever offers them.
+        self.reported: Callable[[Node], None] = lambda node: None
         #: What the planner wants of a node; None for a node that takes no orders. Set by whoever plans.
         self.assignments: Callable[[str], tuple[Assignment, ...] | None] = lambda node_id: None
 
@@ -106,6 +107,7 @@ class Registry:
             if node.state == LIVE:
                 self._by_report[node.node_id] = None
             self._replace_shards(node, shards)
+            self.reported(node)
         self._readiness.prove(kept.proven)
         self._models = {(model.model, model.artifact_digest): model for model in kept.models}
 
@@ -276,11 +278,6 @@ class Registry:
         """The node that advertises a shard."""
         return self._owners.get(shard_id)
 
-    def take_reported(self) -> set[str]:
-        """Nodes that have reported, come or gone since this was asked last. For one asker."""
-        reported, self._reported = self._reported, set()
-        return reported
-
     def silent(self) -> Iterator[Node]:
         """Nodes whose lease has run out, and of which nobody has taken note yet."""
         good_from_s = self._good_from_s()
@@ -325,7 +322,7 @@ class Registry:
         node.reported_s = self.now_s()
         self._by_report.pop(node.node_id, None)
         self._by_report[node.node_id] = None
-        self._reported.add(node.node_id)
+        self.reported(node)
 
     def _leased(self, node_id: str, lease_epoch: int, instance: str) -> Node:
         node = self._nodes.get(node_id)
@@ -408,7 +405,6 @@ class Registry:
             self._owners[shard_id] = node.node_id
             log.info("shard %s advertised at %s", shard_id, shards[shard_id].shard.address)
         node.shards = shards
-        self._reported.add(node.node_id)
         self._readiness.forget(gone)
         if gone:
             self.changed.set()
@@ -437,6 +433,7 @@ class Registry:
         node.refused, node.activities, node.links, node.capacity = {}, (), (), None
         self._by_report.pop(node.node_id, None)
         self._replace_shards(node, {})
+        self.reported(node)
 
     async def _store(self, node: Node) -> None:
         """Make the node's rows equal to ``node``, and add models not seen before."""
