@@ -224,6 +224,8 @@ class Connection:
             ValueError: it is not HTTP.
         """
         async with asyncio.timeout(_TIMEOUT_S):
+            if self._streams is not None and self._streams[0].at_eof():
+                self.close()  # by the server: it was idle for too long
             if self._streams is None:
                 self._streams = await asyncio.open_connection(self._host, self._port)
             reader, writer = self._streams

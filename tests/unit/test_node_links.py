@@ -7,22 +7,24 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from meshnet.node.links import MAX_LINKS, TRIES, Links, round_trip_ms
+from meshnet.node.links import MAX_LINKS, TRIES, Links, bytes_per_s, round_trip_ms
 from meshnet.tracker.messages import Neighbour
+from tests.support.faulty_link import FaultyLink
+from tests.support.shard_server import ShardServer
 
 DEADLINE_S = 20.0
 
 
 class Listener:
-    """Takes connections, and counts them."""
+    """Takes connections, and counts those that say nothing. It is no worker."""
 
     def __init__(self) -> None:
         self.address = ""
         self.taken = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.taken += 1
-        await reader.read()
+        if not await reader.read(1):
+            self.taken += 1
         writer.close()
 
 
@@ -98,3 +100,32 @@ async def test_no_more_are_measured_than_a_heartbeat_can_tell() -> None:
         await until(lambda: len(links.measures) == MAX_LINKS)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_throughput_is_what_more_bytes_take_longer() -> None:
+    async with ShardServer() as worker, FaultyLink(worker.address) as link:
+        fast = await bytes_per_s(link.address)
+        link.slow(bytes_per_s=1e6)
+        slow = await bytes_per_s(link.address)
+        # A long way alone makes nothing slower.
+        link.slow(delay_s=0.02)
+        far = await bytes_per_s(link.address)
+    assert fast is not None
+    assert slow is not None
+    assert far is not None
+    assert 0.2e6 < slow < 1.5e6 < fast
+    assert far > 3 * slow
+
+
+async def test_no_worker_has_no_throughput() -> None:
+    assert await bytes_per_s(deaf_address()) is None
+
+
+async def test_a_neighbour_is_told_with_its_throughput() -> None:
+    links = Links()
+    async with ShardServer() as worker:
+        links.name([Neighbour(shard_id="a", address=worker.address)])
+        running = asyncio.create_task(links.run())
+        await until(lambda: any(measure.bytes_per_s for measure in links.measures))
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)

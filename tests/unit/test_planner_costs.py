@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 from meshnet.core import LayerRange
 from meshnet.node.measuring import NEW_TOKENS, Run, costs
 from meshnet.planner.offers import Link
-from meshnet.planner.predict import Seam, Speed, Stage, predict
+from meshnet.planner.predict import CHUNK_TOKENS, Seam, Speed, Stage, predict
 from tests.support.facts import make_facts
 
 LENGTHS = (128, 1024)
 SAMPLER_US = 90.0
+#: Before the first chunk.
+FIRST_US = 700.0
 
 
 def run(speed: Speed, ranges: list[LayerRange], length: int) -> Run:
@@ -22,11 +24,15 @@ def run(speed: Speed, ranges: list[LayerRange], length: int) -> Run:
     predicted = predict(stages, [Seam(Link(0.0))] * len(stages), prompt_tokens=length, answer_tokens=NEW_TOKENS)
     compute_us = [stage.decode_us(length + NEW_TOKENS / 2) - speed.step_us for stage in stages]
     compute_us[-1] += speed.sample_us - SAMPLER_US
+    chunk_us = [stages[0].prefill_us(at, min(CHUNK_TOKENS, length - at)) for at in range(0, length, CHUNK_TOKENS)]
+    chunk_us[0] += FIRST_US
+    chunk_us[-1] += speed.sample_us
     return Run(
         first_token_us=1000 * predicted.first_token_ms,
         token_us=1e6 / predicted.tokens_per_s,
         compute_us=tuple(compute_us),
         sample_us=SAMPLER_US,
+        chunk_us=tuple(chunk_us),
     )
 
 

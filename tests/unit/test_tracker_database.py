@@ -196,6 +196,7 @@ async def test_a_database_that_fails_is_not_asked_once_for_each(
         raise TrackerUnavailable("gone") from OperationalError("COMMIT", {}, OSError("connection lost"))
 
     monkeypatch.setattr(database, "transact", failing)
+    monkeypatch.setattr(database, "transact_now", lambda write: False)
     writer = GroupWriter(database)
     outcomes = await asyncio.gather(*(writer.run(insert(n)) for n in range(20)), return_exceptions=True)
     assert [type(outcome) for outcome in outcomes] == [TrackerUnavailable] * 20

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 SWITCH_S = 0.0005
 
 #: How often garbage is looked for.
-COLLECT_S = 60.0
+COLLECT_S = 300.0
 
 
 @asynccontextmanager

@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from meshnet.core import LayerRange, Ticket
@@ -30,10 +31,13 @@ from meshnet.rpc.convert import layers_to_message, ticket_to_message
 from meshnet.rpc.generated import shard_pb2 as pb
 from meshnet.rpc.tickets import make_ticket
 
-#: Prompts of one chunk, and of several: their difference is what context costs.
+#: Prompts of one chunk, and of several: what a token takes longer after the latter is what context costs.
 _SHORT_TOKENS = CHUNK_TOKENS
-_LONG_TOKENS = 8 * CHUNK_TOKENS
+_LONG_TOKENS = 16 * CHUNK_TOKENS
 NEW_TOKENS = 33
+
+#: With fewer chunks than these in between nothing is told of what context adds.
+_MIN_CHUNKS = 4
 
 _READY_TIMEOUT_S = 300.0
 _EVENT_TIMEOUT_S = 600.0
@@ -46,13 +50,14 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Run:
-    """One generation on a ring, in microseconds: until the first token, and per token after it; and what each hop's
-    engine and sampler took for one of those."""
+    """One generation on a ring, in microseconds: until the first token, and per token after it; what each hop's engine
+    and sampler took for one of those; and from each chunk of the prompt to the next, as the head tells of them."""
 
     first_token_us: float
     token_us: float
     compute_us: tuple[float, ...]
     sample_us: float
+    chunk_us: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -133,11 +138,14 @@ class Ring:
             chunk_tokens=chunk_tokens,
         )
         arrivals_s: list[float] = []
+        chunks_s: list[float] = []
         began_s = time.perf_counter()
         call = self._clients[0].generate(request)
         while (event := await call.read(timeout_s=_EVENT_TIMEOUT_S)) is not None:
             if event.WhichOneof("event") == "token":
                 arrivals_s.append(time.perf_counter())
+            elif event.WhichOneof("event") == "prefill":
+                chunks_s.append(time.perf_counter())
             elif event.WhichOneof("event") == "failed":
                 raise WorkerError(f"the measurement failed: {event.failed.message}")
         closed = await asyncio.gather(
@@ -152,6 +160,7 @@ class Ring:
             token_us=1e6 * (arrivals_s[-1] - arrivals_s[0]) / steps,
             compute_us=tuple((late - early) / steps for late, early in zip(after, before, strict=True)),
             sample_us=closed[-1].stats.sample_us / new_tokens,
+            chunk_us=tuple(1e6 * (end_s - start_s) for start_s, end_s in pairwise([began_s, *chunks_s])),
         )
 
     def _tickets(self) -> list[Ticket]:
@@ -283,12 +292,7 @@ def costs(
     # Where context costs nothing that can be seen, both runs measured the same thing.
     token_us = short.token_us if decode_slope else (short.token_us + long.token_us) / 2
     decode_us = (token_us - step_us - sample_us) / n_layer - decode_slope * (lengths[0] + NEW_TOKENS / 2)
-    per_token = []
-    for length, run in zip(lengths, (short, long), strict=True):
-        n_chunks = -(-length // CHUNK_TOKENS)
-        per_token.append((run.first_token_us - n_chunks * step_us - sample_us) / (length * n_layer))
-    prefill_slope = max(0.0, 2 * (per_token[1] - per_token[0]) / max(1, context_tokens))
-    prefill_us = per_token[1] - prefill_slope * lengths[1] / 2
+    prefill_us, prefill_slope = _prefill(long, lengths[1], step_us, sample_us, n_layer)
     return MeasuredSpeed(
         model=facts.fingerprint,
         prefill_us=round(max(0.001, prefill_us), 3),
@@ -298,6 +302,22 @@ def costs(
         step_us=round(step_us, 1),
         sample_us=round(sample_us, 1),
     )
+
+
+def _prefill(long: Run, length: int, step_us: float, sample_us: float, n_layer: int) -> tuple[float, float]:
+    """Microseconds per layer and token, and what each token of context adds: the line through the chunks of one
+    prompt. The first comes after a pause, and the last one's token is sampled: neither says what a chunk takes."""
+    work = n_layer * CHUNK_TOKENS
+    points = [
+        ((index + 0.5) * CHUNK_TOKENS, (us - step_us) / work)
+        for index, us in enumerate(long.chunk_us[:-1])
+        if index and (index + 1) * CHUNK_TOKENS <= length
+    ]
+    if len(points) < _MIN_CHUNKS:
+        n_chunks = -(-length // CHUNK_TOKENS)
+        return (long.first_token_us - n_chunks * step_us - sample_us) / (length * n_layer), 0.0
+    slope, at_zero = statistics.linear_regression(*zip(*points, strict=True))
+    return (at_zero, slope) if slope > 0 else (statistics.mean(us for _, us in points), 0.0)
 
 
 def prompt_of(length: int, n_vocab: int) -> list[int]:
@@ -314,4 +334,5 @@ def _median(runs: Sequence[Run]) -> Run:
             statistics.median(run.compute_us[hop] for run in runs) for hop in range(len(runs[0].compute_us))
         ),
         sample_us=statistics.median(run.sample_us for run in runs),
+        chunk_us=tuple(statistics.median(same) for same in zip(*(run.chunk_us for run in runs), strict=False)),
     )

@@ -129,9 +129,13 @@ class WorkerClient:
     async def describe(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> pb.DescribeResponse:
         return await self._call("Describe", pb.DescribeRequest(), pb.DescribeResponse, timeout_s)
 
-    async def status(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> pb.StatusResponse:
-        # Its agent asks, who knows that it is there: a channel that failed to connect a moment ago is no answer.
-        return await self._call("Status", pb.StatusRequest(), pb.StatusResponse, timeout_s, wait_for_ready=True)
+    async def status(
+        self, *, padding: bytes = b"", wait_for_ready: bool = True, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> pb.StatusResponse:
+        """How the worker is. ``wait_for_ready``: whoever asks knows that it is there, so that a connection that failed
+        a moment ago is no answer."""
+        request = pb.StatusRequest(padding=padding)
+        return await self._call("Status", request, pb.StatusResponse, timeout_s, wait_for_ready=wait_for_ready)
 
     async def tokenize(
         self,

@@ -47,8 +47,13 @@ WantedPath = Annotated[str, Path(max_length=200)]
 SessionIdPath = Annotated[str, Path(pattern=r"^[0-9a-f]{32}$")]
 
 
-def create_app(tracker: Tracker, join_token: str) -> FastAPI:
+def create_app(tracker: Tracker, join_token: str) -> HotCalls:
     """The ASGI application over a running tracker. It does not own the tracker."""
+    return HotCalls(other_calls(tracker, join_token), tracker=tracker, join_token=join_token)
+
+
+def other_calls(tracker: Tracker, join_token: str) -> FastAPI:
+    """All calls but the hot ones."""
     app = FastAPI(title="Meshnet tracker", openapi_url=None, docs_url=None, redoc_url=None)
 
     async def authorized(request: Request) -> None:
@@ -126,7 +131,6 @@ def create_app(tracker: Tracker, join_token: str) -> FastAPI:
     async def scrape(key: str, request: Request) -> Response:
         return _bencoded(announces.scrape(key, request.scope["query_string"]))
 
-    app.add_middleware(HotCalls, tracker=tracker, join_token=join_token)
     app.add_exception_handler(MeshnetError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_bad_path)
     app.add_exception_handler(StarletteHTTPException, _on_http_error)

@@ -264,6 +264,17 @@ class Database:
             async with self._writing, self._sessions.begin() as session:
                 yield session
 
+    def transact_now(self, write: Callable[[Connection], None]) -> bool:
+        """As `transact`, if that takes no waiting; False if it does, and then nothing has happened.
+
+        Raises:
+            TrackerUnavailable: the database failed.
+        """
+        if self._writer is None or self._writing.locked():
+            return False
+        with self._failures():
+            return self._writer.transact_now(write)
+
     async def transact(self, write: Callable[[Connection], None]) -> None:
         """Run ``write`` in a transaction, committed if it returns and rolled back if it raises. It must not wait for
         anything but the database, and may run twice, and in another thread.

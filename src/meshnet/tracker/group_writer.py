@@ -40,6 +40,9 @@ class GroupWriter:
         Raises:
             TrackerUnavailable: the database failed; whatever else ``write`` raises comes through too.
         """
+        # At once where that is possible: every turn of a busy loop is a wait.
+        if self._running is None and self._database.transact_now(write):
+            return
         waiting = _Waiting(write, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         if self._running is None:

@@ -22,6 +22,9 @@ log = logging.getLogger(__name__)
 #: A second process may hold the write lock for this long before a write fails.
 BUSY_TIMEOUT_MS = 5_000
 
+#: Of the database, in memory.
+CACHE_KIB = 32 << 10
+
 #: Transactions after which the write-ahead log is copied into the database.
 CHECKPOINT_EVERY = 500
 #: Pages of the log from which on writers wait for that, so that it starts over.
@@ -32,39 +35,55 @@ class SqliteWriter:
     """Runs one transaction at a time; the caller sees to that."""
 
     def __init__(self, url: URL) -> None:
-        # This connection never waits for anybody, and never syncs.
-        self._quick = _engine(url, busy_timeout=0, wal_autocheckpoint=0)
+        # This connection never waits for anybody, and never syncs. Ids are random: what they touch is kept in memory.
+        self._quick = _engine(url, busy_timeout=0, wal_autocheckpoint=0, cache_size=-CACHE_KIB)
         self._patient = _engine(url, busy_timeout=BUSY_TIMEOUT_MS)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="tracker-database")
         self._checkpoint: asyncio.Future[int] | None = None
         self._commits = 0
+
+    def transact_now(self, write: Callable[[Connection], None]) -> bool:
+        """Run ``write`` in a transaction if that takes no waiting; False if it does, and then nothing has happened."""
+        if self._log_pages() >= MAX_LOG_PAGES:
+            return False
+        try:
+            _run(self._quick, write)
+        except OperationalError as error:
+            if _is_busy(error):
+                return False
+            raise
+        self._commits += 1
+        if self._commits >= CHECKPOINT_EVERY and self._checkpoint is None:
+            self._commits = 0
+            self._checkpoint = asyncio.get_running_loop().run_in_executor(self._executor, self._copy_log)
+        return True
 
     async def transact(self, write: Callable[[Connection], None]) -> None:
         """Run ``write`` in a transaction. It may run twice, and then in a thread: another process had the database.
 
         Returns when it is over, even if the caller is cancelled meanwhile.
         """
-        if self._checkpoint is not None and self._checkpoint.done():
-            log_pages, self._checkpoint = self._checkpoint.result(), None
-            if log_pages >= MAX_LOG_PAGES:
-                # Writers were faster than the last one: it starts over only if none writes meanwhile.
-                await self._in_thread(self._copy_log)
-        try:
-            _run(self._quick, write)
-        except OperationalError as error:
-            if not _is_busy(error):
-                raise
+        if self._log_pages() >= MAX_LOG_PAGES:
+            # Writers were faster than the last one: it starts over only if none writes meanwhile.
+            self._checkpoint = None
+            await self._in_thread(self._copy_log)
+        if not self.transact_now(write):
             await self._in_thread(lambda: _run(self._patient, write))
-        self._commits += 1
-        if self._commits >= CHECKPOINT_EVERY and self._checkpoint is None:
-            self._commits = 0
-            self._checkpoint = asyncio.get_running_loop().run_in_executor(self._executor, self._copy_log)
 
     async def close(self) -> None:
         self._quick.dispose()
         # In the thread, to which the connection belongs.
         await asyncio.get_running_loop().run_in_executor(self._executor, self._patient.dispose)
         self._executor.shutdown()
+
+    def _log_pages(self) -> int:
+        """What the last checkpoint has left."""
+        if self._checkpoint is None or not self._checkpoint.done():
+            return 0
+        log_pages = self._checkpoint.result()
+        if log_pages < MAX_LOG_PAGES:
+            self._checkpoint = None
+        return log_pages
 
     def _copy_log(self) -> int:
         """Copy what others do not read any more; returns how many pages the log has, or 0 if that is not known."""

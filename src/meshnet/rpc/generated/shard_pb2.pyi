@@ -165,8 +165,10 @@ class DescribeResponse(_message.Message):
     def __init__(self, shard_id: _Optional[str] = ..., artifact_digest: _Optional[str] = ..., architecture: _Optional[str] = ..., model_name: _Optional[str] = ..., n_layer: _Optional[int] = ..., n_vocab: _Optional[int] = ..., n_ctx_train: _Optional[int] = ..., layers: _Optional[_Union[LayerRange, _Mapping]] = ..., boundary_in: _Optional[_Union[BoundarySchema, _Mapping]] = ..., boundary_out: _Optional[_Union[BoundarySchema, _Mapping]] = ..., needs_token_ids: _Optional[bool] = ..., legal_cuts: _Optional[_Iterable[int]] = ..., session_capacity_tokens: _Optional[int] = ..., session_slots: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., compute_bytes: _Optional[int] = ..., compatibility_id: _Optional[str] = ..., build_id: _Optional[str] = ..., engine: _Optional[str] = ..., max_step_tokens: _Optional[int] = ..., chat_template: _Optional[str] = ..., bos_token: _Optional[str] = ..., eos_token: _Optional[str] = ..., add_bos: _Optional[bool] = ..., can_rollback: _Optional[bool] = ..., chunk_tokens: _Optional[int] = ..., cut_boundaries: _Optional[_Iterable[_Union[BoundarySchema, _Mapping]]] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("padding",)
+    PADDING_FIELD_NUMBER: _ClassVar[int]
+    padding: bytes
+    def __init__(self, padding: _Optional[bytes] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
     __slots__ = ("open_sessions", "session_slots", "kv_tokens", "queued_frames", "draining", "prefill_tokens", "prefill_compute_us", "decode_tokens", "decode_compute_us", "refused_frames", "resident_bytes")
