@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import random
@@ -319,6 +320,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, help="write every figure there")
     options = parser.parse_args(arguments)
     load = Load(nodes=options.nodes, seconds=options.seconds, routes_per_s=options.routes_per_s)
+    gc.disable()  # what is measured are the tracker's pauses, not those of this process
     try:
         result = asyncio.run(run(load))
     except MeshnetError as error:
