@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
+import warnings
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+import pytest
+
+from meshnet.node import links as links_module
 from meshnet.node.links import MAX_LINKS, TRIES, Links, bytes_per_s, round_trip_ms
 from meshnet.tracker.messages import Neighbour
 from tests.support.faulty_link import FaultyLink
@@ -129,3 +134,104 @@ async def test_a_neighbour_is_told_with_its_throughput() -> None:
         await until(lambda: any(measure.bytes_per_s for measure in links.measures))
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    "address", ["", "nonsense", "host:99999", "127.0.0.1:0", "..:1", f"{'a' * 70}.example:80", "[zz]:1", "[:::::]:7"]
+)
+async def test_an_address_that_is_none_is_no_measure(address: str) -> None:
+    assert await round_trip_ms(address) is None
+    assert await bytes_per_s(address) is None
+
+
+async def test_no_room_for_another_connection_is_no_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> socket.socket:
+        raise OSError(24, "Too many open files")
+
+    async with listening() as listener:
+        monkeypatch.setattr(socket, "socket", full)
+        assert await round_trip_ms(listener.address) is None
+
+
+@asynccontextmanager
+async def mute() -> AsyncIterator[tuple[str, asyncio.Event]]:
+    """A neighbour that takes connections and never says anything; set once somebody has called it."""
+    called, over = asyncio.Event(), asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if await reader.read(1):
+            called.set()
+        await over.wait()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", called
+        over.set()
+
+
+async def test_a_neighbour_that_never_answers_has_no_throughput(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links_module, "SENDING_TIMEOUT_S", 0.2)
+    async with mute() as (address, called):
+        assert await bytes_per_s(address) is None
+        assert called.is_set()
+
+
+async def test_the_end_of_a_measurement_leaves_nothing_behind() -> None:
+    loop_faults: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: loop_faults.append(context))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        links = Links()
+        async with mute() as (address, called):
+            links.name([Neighbour(shard_id="a", address=address)])
+            running = asyncio.create_task(links.run())
+            await asyncio.wait_for(called.wait(), DEADLINE_S)
+            running.cancel()
+            (end,) = await asyncio.gather(running, return_exceptions=True)
+        del running
+        gc.collect()
+    assert isinstance(end, asyncio.CancelledError)
+    assert [str(one.message) for one in warned if "never" in str(one.message)] == []
+    assert loop_faults == []
+
+
+async def test_a_neighbour_that_cannot_be_reached_any_more_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries, rates, turns = 0, 0, 0
+    reachable = True
+
+    class Counted(asyncio.Event):
+        def clear(self) -> None:
+            nonlocal turns
+            turns += 1
+            super().clear()
+
+    async def round_trip(address: str) -> float | None:
+        nonlocal tries
+        tries += 1
+        return 1.0 if reachable else None
+
+    async def rate(address: str) -> float | None:
+        nonlocal rates
+        rates += 1
+        return 1e6
+
+    monkeypatch.setattr(links_module, "round_trip_ms", round_trip)
+    monkeypatch.setattr(links_module, "bytes_per_s", rate)
+    links = Links(every_s=0.01, throughput_every_s=0.01)
+    links._reached = Counted()
+    links.name([Neighbour(shard_id="a", address="127.0.0.1:1")])
+    running = asyncio.create_task(links.run())
+    await until(lambda: rates >= 2)
+    reachable = False
+    await until(lambda: links.measures == ())
+    gone = (tries, turns)
+    await until(lambda: tries >= gone[0] + 20)
+    # Nothing to measure: it does not turn round and round for that.
+    assert turns - gone[1] <= 50
+    # And back again, long after its throughput was due.
+    before = rates
+    reachable = True
+    await until(lambda: rates > before)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)

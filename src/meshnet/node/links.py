@@ -56,7 +56,7 @@ class Links:
         self._rates: dict[str, float | None] = {}
         self._rate_due_s: dict[str, float] = {}
         self._named = asyncio.Event()
-        #: Set when there is a way whose throughput was never measured.
+        #: Set when there is a way whose throughput has to be measured.
         self._reached = asyncio.Event()
 
     @property
@@ -108,7 +108,8 @@ class Links:
                 self._measures.pop(shard_id, None)
             else:
                 self._measures[shard_id] = LinkMeasure(shard_id=shard_id, rtt_ms=rtt_ms)
-                if shard_id not in self._rate_due_s:
+                # Never measured, or so long ago that it was due while nobody answered.
+                if self._rate_due_s.get(shard_id, -math.inf) <= time.monotonic():
                     self._reached.set()
 
         await asyncio.gather(*(one(shard_id) for shard_id in shard_ids))
@@ -119,11 +120,16 @@ class Links:
             now_s = time.monotonic()
             due = [shard_id for shard_id in self._measures if self._rate_due_s.get(shard_id, -math.inf) <= now_s]
             for shard_id in due:
-                rate = await bytes_per_s(self._neighbours.get(shard_id, ""))
+                address = self._neighbours.get(shard_id)
+                if address is None:
+                    continue
+                rate = await bytes_per_s(address)
                 if shard_id in self._neighbours:
                     again_s = self._throughput_every_s * random.uniform(0.8, 1.2)
                     self._rates[shard_id], self._rate_due_s[shard_id] = rate, time.monotonic() + again_s
-            next_s = min(self._rate_due_s.values(), default=math.inf) - time.monotonic()
+            # Who cannot be reached now is not waited for: it is told when it can.
+            reached = [self._rate_due_s.get(shard_id, -math.inf) for shard_id in self._measures]
+            next_s = min(reached, default=math.inf) - time.monotonic()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(self._throughput_every_s, max(0.0, next_s))):
                     await self._reached.wait()
@@ -164,17 +170,14 @@ async def round_trip_ms(address: str) -> float | None:
         (family, kind, protocol, _, target), *_ = await asyncio.get_running_loop().getaddrinfo(
             host.strip("[]"), port, type=socket.SOCK_STREAM
         )
-    except (UsageError, OSError):
-        return None
-    best_ms = math.inf
-    for _ in range(TRIES):
-        with socket.socket(family, kind, protocol) as connection:
-            connection.setblocking(False)
-            began_s = time.perf_counter()
-            try:
+        best_ms = math.inf
+        for _ in range(TRIES):
+            with socket.socket(family, kind, protocol) as connection:
+                connection.setblocking(False)
+                began_s = time.perf_counter()
                 async with asyncio.timeout(TIMEOUT_S):
                     await asyncio.get_running_loop().sock_connect(connection, target)
-            except (OSError, TimeoutError):
-                return None
-            best_ms = min(best_ms, (time.perf_counter() - began_s) * 1000)
+                best_ms = min(best_ms, (time.perf_counter() - began_s) * 1000)
+    except (UsageError, OSError, UnicodeError):  # the last one: a name that cannot be one of a host
+        return None
     return best_ms
