@@ -74,6 +74,7 @@ demo: venv worker model ## chat over two workers on this machine; KEEP=1 stays u
 	@$(VENV)/meshnet demo
 
 bench: venv worker model ## side by side with whole-model llama.cpp and its RPC backend
+	@$(UPSTREAM) build $(if $(DIRTY),--dirty) --target meshnet-generate-client
 	@$(UPSTREAM) unpatched --target $(BENCH_TARGETS)
 	@$(VENV)/python -m bench $(BENCH_OPTIONS)
 

@@ -1,8 +1,11 @@
-"""A route of real shard workers on loopback, driven as a gateway drives it."""
+"""A route of real shard workers on loopback, driven as a gateway drives it, by a client that takes next to no CPU."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
+import os
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -13,17 +16,18 @@ from pathlib import Path
 from bench.samples import Timing
 from meshnet.core import LayerRange, Shard, Ticket
 from meshnet.engines.native import WorkerOptions
-from meshnet.errors import MeshnetError
+from meshnet.errors import MeshnetError, UsageError
 from meshnet.node.address import Endpoint
 from meshnet.node.worker import Worker, WorkerPlan
-from meshnet.rpc.client import WorkerClient, WorkerPool
+from meshnet.rpc.client import WorkerPool
 from meshnet.rpc.convert import layers_to_message, ticket_to_message
 from meshnet.rpc.generated import shard_pb2 as pb
 from meshnet.rpc.tickets import make_ticket
 
 _READY_TIMEOUT_S = 120.0
-#: Of one event: a prefill chunk on a machine that is busy with other things.
-_EVENT_TIMEOUT_S = 300.0
+#: Reads the events of a generation; found beside the worker.
+CLIENT = "meshnet-generate-client"
+_GENERATE_TIMEOUT_S = 900.0
 _TICKET_LIFE_S = 3600
 _EPOCH = 1
 
@@ -67,8 +71,9 @@ class Generation:
 class Route:
     """Shard workers that cover a model; made by `start`."""
 
-    def __init__(self, workers: Sequence[Worker], pool: WorkerPool, capacity_tokens: int) -> None:
+    def __init__(self, workers: Sequence[Worker], pool: WorkerPool, program: Path, capacity_tokens: int) -> None:
         self._workers = list(workers)
+        self._program = program
         self._clients = [
             pool.worker(worker.address, shard_id=worker.shard_id, hop_index=index)
             for index, worker in enumerate(workers)
@@ -86,7 +91,7 @@ class Route:
         """Open a session on every hop, generate greedily past any end-of-generation token, and close it.
 
         Raises:
-            GenerationFailed: the generation failed or ended early.
+            GenerationFailed: the head refused the generation, or it failed or ended early.
             HopRefused, HopLost: a worker refused or went away.
         """
         tickets = self._tickets(secrets.token_hex(16))
@@ -99,7 +104,7 @@ class Route:
             ignore_eog=True,
             chunk_tokens=chunk_tokens,
         )
-        events = await _run(self._clients[0], request, new_tokens)
+        events = await _run(self._program, self._workers[0].address, request, new_tokens)
         answers = await asyncio.gather(
             *(client.close(ticket) for client, ticket in zip(self._clients, tickets, strict=True))
         )
@@ -109,8 +114,8 @@ class Route:
             for answer, later, earlier in zip(answers, after, before, strict=True)
         )
         return Generation(
-            prefill=Timing(len(prompt), events.finished.prefill_us, events.first_token_us),
-            decode=Timing(max(1, new_tokens - 1), events.finished.decode_us, events.decode_us),
+            prefill=Timing(len(prompt), events.prefill_us, events.first_token_us),
+            decode=Timing(max(1, new_tokens - 1), events.decode_us, events.client_decode_us),
             hops=tuple(hops),
         )
 
@@ -154,7 +159,12 @@ async def start(
     artifact_digest: str,
     capacity_tokens: int,
 ) -> AsyncIterator[Route]:
-    """One worker per element of ``options``, in the order of the route; all end with the block."""
+    """One worker per element of ``options``, in the order of the route; all end with the block.
+
+    Raises:
+        UsageError: the client is not built.
+    """
+    program = client_program(binary)
     async with AsyncExitStack() as stack:
         workers = []
         for index, shard_options in enumerate(options):
@@ -169,32 +179,53 @@ async def start(
             stack.push_async_callback(worker.kill)
             workers.append(worker)
         pool = await stack.enter_async_context(WorkerPool())
-        yield Route(workers, pool, capacity_tokens)
+        yield Route(workers, pool, program, capacity_tokens)
+
+
+def client_program(worker: Path) -> Path:
+    """The client beside the binary ``worker``.
+
+    Raises:
+        UsageError: it is not there.
+    """
+    path = worker.parent / CLIENT
+    if not os.access(path, os.X_OK):
+        raise UsageError(f"{path} is not built; run `python3 native/upstream.py build --target {CLIENT}`")
+    return path
 
 
 @dataclass(frozen=True)
 class _Events:
-    finished: pb.Finished
+    """What the client tells: the first two by its own clock, from its call on."""
+
     first_token_us: float
-    decode_us: float
+    client_decode_us: float
+    prefill_us: int
+    decode_us: int
 
 
-async def _run(head: WorkerClient, request: pb.GenerateRequest, new_tokens: int) -> _Events:
-    arrivals: list[float] = []
-    finished: pb.Finished | None = None
-    began = time.perf_counter()
-    call = head.generate(request)
-    while (event := await call.read(timeout_s=_EVENT_TIMEOUT_S)) is not None:
-        kind = event.WhichOneof("event")
-        if kind == "token":
-            arrivals.append(time.perf_counter())
-        elif kind == "finished":
-            finished = event.finished
-        elif kind == "failed":
-            raise GenerationFailed(f"the route failed at hop {event.failed.hop_index}: {event.failed.message}")
-    if finished is None or len(arrivals) != new_tokens:
-        raise GenerationFailed(f"{new_tokens} tokens were asked for, {len(arrivals)} came, and then the stream ended")
-    return _Events(finished, 1e6 * (arrivals[0] - began), 1e6 * (arrivals[-1] - arrivals[0]))
+async def _run(program: Path, address: str, request: pb.GenerateRequest, new_tokens: int) -> _Events:
+    process = await asyncio.create_subprocess_exec(
+        str(program), address, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout(_GENERATE_TIMEOUT_S):
+            output, _ = await process.communicate(request.SerializeToString())
+    except TimeoutError:
+        raise GenerationFailed(f"{CLIENT} did not end within {_GENERATE_TIMEOUT_S:g} s") from None
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    try:
+        told = json.loads(output)
+    except ValueError:
+        raise GenerationFailed(f"{CLIENT} ended with {process.returncode} and said {output[-300:]!r}") from None
+    if "error" in told:
+        raise GenerationFailed(told["error"])
+    if told["tokens"] != new_tokens:
+        raise GenerationFailed(f"{new_tokens} tokens were asked for, {told['tokens']} came: {told['cause']}")
+    return _Events(**{field.name: told[field.name] for field in dataclasses.fields(_Events)})
 
 
 def _peer(shard: Shard) -> pb.Peer:
