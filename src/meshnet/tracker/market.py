@@ -109,8 +109,11 @@ class Market:
             if self._known[shard_id].node_id == node.node_id:
                 self._withdraw(shard_id)
                 del self._known[shard_id]
+                self._fading.pop(shard_id, None)
         if there:
             self._of_node[node.node_id] = there
+        if not node.links:
+            self._links.forget(node.node_id)
         now_s = self._registry.now_s()
         for shard_id, advertised in node.shards.items():
             self._withdraw(shard_id)
@@ -131,7 +134,11 @@ class Market:
     def _withdraw(self, shard_id: str) -> None:
         known = self._known.get(shard_id)
         if known is not None:
-            self._offers.get(known.advertised.shard.model, {}).pop(shard_id, None)
+            model = known.advertised.shard.model
+            offers = self._offers.get(model, {})
+            offers.pop(shard_id, None)
+            if not offers:
+                self._offers.pop(model, None)
 
     def _renew(self, shard_id: str, now_s: float) -> None:
         self._fading.pop(shard_id, None)
@@ -172,10 +179,13 @@ class MeasuredLinks(Mapping[tuple[str, str], Link]):
     def __bool__(self) -> bool:
         return any(node.links for node in self._registry.live())
 
+    def forget(self, node_id: str) -> None:
+        """It tells of none any more."""
+        self._read.pop(node_id, None)
+
     def _from(self, node_id: str) -> dict[str, Link]:
         node = self._registry.node(node_id)
         if node is None or not node.links:
-            self._read.pop(node_id, None)
             return {}
         told, links = self._read.get(node_id, ((), {}))
         if told is not node.links:

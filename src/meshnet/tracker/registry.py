@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from weakref import WeakValueDictionary
 
 from meshnet.core import Shard
 from meshnet.errors import LeaseLost, TrackerUnavailable
@@ -88,8 +89,9 @@ class Registry:
         self._neighbourhoods = Neighbourhoods()
         self._neighbours: dict[str, tuple[float, tuple[Neighbour, ...]]] = {}
         # By node, held over each of its changes, so that memory and database change in the same order. One lock for all
-        # would let every heartbeat wait for the database whenever a node comes or goes.
-        self._changing: dict[str, asyncio.Lock] = {}
+        # would let every heartbeat wait for the database whenever a node comes or goes. Each is there as long as
+        # somebody holds it or waits for it: ids come from outside.
+        self._changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         #: Set whenever a shard has come or gone.
         self.changed = asyncio.Event()
         #: Called with a node that has reported, or whose shards have come or gone. Set by whoever offers them.
@@ -432,6 +434,7 @@ class Registry:
         node.state = state
         node.refused, node.activities, node.links, node.capacity = {}, (), (), None
         self._by_report.pop(node.node_id, None)
+        self._neighbours.pop(node.node_id, None)
         self._replace_shards(node, {})
         self.reported(node)
 
