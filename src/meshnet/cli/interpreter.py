@@ -14,24 +14,35 @@ SWITCH_S = 0.0005
 
 #: How often garbage is looked for.
 COLLECT_S = 300.0
+#: And when so many objects have come that did not go, which is looked at so often: something makes many cycles.
+MANY_OBJECTS = 500_000
+LOOK_S = 5.0
 
 
 @asynccontextmanager
-async def few_pauses() -> AsyncIterator[None]:
-    """Garbage is looked for now and then, not whenever so many objects have come.
+async def few_pauses(
+    *, collect_s: float = COLLECT_S, many_objects: int = MANY_OBJECTS, look_s: float = LOOK_S
+) -> AsyncIterator[None]:
+    """Garbage is looked for now and then, not whenever so many objects have come. Afterwards all is as it was.
 
     What a server drops is freed at once by its reference count; little of it is in cycles. But each heartbeat replaces
     what the one before told, so that Python's collector would look through all nodes several times a second, and
     through every module now and then: calls waited some hundred milliseconds for that.
     """
+    collected, switched_s = gc.isenabled(), sys.getswitchinterval()
     gc.disable()
     sys.setswitchinterval(SWITCH_S)
-    collecting = asyncio.create_task(_collect(), name="garbage collection")
+    collecting = asyncio.create_task(_collect(collect_s, many_objects, look_s), name="garbage collection")
     try:
         yield
     finally:
+        # What `settle` has put away may be garbage from now on, like all else.
+        gc.unfreeze()
+        sys.setswitchinterval(switched_s)
+        if collected:
+            gc.enable()
         collecting.cancel()
-        gc.enable()
+        await asyncio.wait([collecting])
 
 
 def settle() -> None:
@@ -40,7 +51,12 @@ def settle() -> None:
     gc.freeze()
 
 
-async def _collect() -> None:
+async def _collect(collect_s: float, many_objects: int, look_s: float) -> None:
+    loop = asyncio.get_running_loop()
+    collected_s = loop.time()
     while True:
-        await asyncio.sleep(COLLECT_S)
-        gc.collect()
+        await asyncio.sleep(min(look_s, collect_s))
+        # Made and not freed since the last time; it is counted all the same when the collector is off.
+        if loop.time() - collected_s >= collect_s or gc.get_count()[0] >= many_objects:
+            gc.collect()
+            collected_s = loop.time()
