@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from sqlalchemy import Connection, Engine, create_engine, event, text
@@ -35,11 +35,13 @@ class SqliteWriter:
     """Runs one transaction at a time; the caller sees to that."""
 
     def __init__(self, url: URL) -> None:
-        # This connection never waits for anybody, and never syncs. Ids are random: what they touch is kept in memory.
+        # This connection never waits for anybody, and syncs one page whenever the log starts over. Ids are random: what
+        # they touch is kept in memory.
         self._quick = _engine(url, busy_timeout=0, wal_autocheckpoint=0, cache_size=-CACHE_KIB)
         self._patient = _engine(url, busy_timeout=BUSY_TIMEOUT_MS)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="tracker-database")
-        self._checkpoint: asyncio.Future[int] | None = None
+        #: The thread's own: it is over when the thread says so, however busy the loop is.
+        self._checkpoint: Future[int] | None = None
         self._commits = 0
 
     def transact_now(self, write: Callable[[Connection], None]) -> bool:
@@ -55,7 +57,7 @@ class SqliteWriter:
         self._commits += 1
         if self._commits >= CHECKPOINT_EVERY and self._checkpoint is None:
             self._commits = 0
-            self._checkpoint = asyncio.get_running_loop().run_in_executor(self._executor, self._copy_log)
+            self._checkpoint = self._executor.submit(self._copy_log)
         return True
 
     async def transact(self, write: Callable[[Connection], None]) -> None:
@@ -102,6 +104,8 @@ class SqliteWriter:
             await asyncio.shield(running)
         except asyncio.CancelledError:
             await asyncio.wait([running])
+            if not running.cancelled():
+                running.exception()  # whoever would be told has gone
             raise
 
 
