@@ -66,7 +66,7 @@ async def test_a_mistake_of_the_tracker_is_answered_and_the_server_goes_on(
 async def test_nobody_gets_in_without_the_token(http: httpx.AsyncClient, path: str) -> None:
     where = path.format(node_id="n1", session_id="0" * 32)
     for header in ("", "Bearer", "Bearer wrong", "Basic x", "Bearer \xff\xfe", JOIN_TOKEN):
-        answer = await http.post(where, content=b"{}", headers={"authorization": header.encode("latin-1")})
+        answer = await http.post(where, content=b"{}", headers={b"authorization": header.encode("latin-1")})
         assert (answer.status_code, answer.json()["error"]["code"]) == (401, "not_authorized"), header
     request = http.build_request("POST", where, content=b"{}")
     del request.headers["authorization"]
