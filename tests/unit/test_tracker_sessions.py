@@ -211,11 +211,16 @@ async def test_of_two_repairs_of_one_epoch_one_wins(mesh: SessionMesh) -> None:
 async def test_a_session_closed_while_it_is_repaired_gets_no_tickets(mesh: SessionMesh) -> None:
     await mesh.offer(*halves(), advertise(make_shard("b2", "3:8")))
     session = await mesh.sessions.open_session("tiny")
-    repairing = asyncio.create_task(
-        mesh.sessions.repair_session(session.session_id, epoch=1, lost_shards=[session.route.shards[1].shard_id])
-    )
-    await asyncio.sleep(0)  # it has begun, and waits for the database
-    await mesh.sessions.close_session(session.session_id, finish_cause=FinishCause.FAILED, generated_tokens=0)
+    async with mesh.database.writing():
+        repairing = asyncio.create_task(
+            mesh.sessions.repair_session(session.session_id, epoch=1, lost_shards=[session.route.shards[1].shard_id])
+        )
+        await asyncio.sleep(0)  # it has begun, and waits for the database
+        closing = asyncio.create_task(
+            mesh.sessions.close_session(session.session_id, finish_cause=FinishCause.FAILED, generated_tokens=0)
+        )
+        await asyncio.sleep(0)
+    await closing
     with pytest.raises(SessionLost, match="while it was repaired"):
         await repairing
     assert mesh.sessions.n_open == 0
@@ -225,11 +230,14 @@ async def test_a_session_closed_while_it_is_repaired_gets_no_tickets(mesh: Sessi
 async def test_tickets_of_an_epoch_are_made_once(mesh: SessionMesh) -> None:
     await mesh.offer(*halves(), advertise(make_shard("b2", "3:8")))
     session = await mesh.sessions.open_session("tiny")
-    outcomes = await asyncio.gather(
-        # The second guesses the epoch that the first is about to get.
-        *(mesh.sessions.repair_session(session.session_id, epoch=epoch, lost_shards=[]) for epoch in (1, 2)),
-        return_exceptions=True,
-    )
+    async with mesh.database.writing():  # both have to wait for the database
+        repairs = [
+            # The second guesses the epoch that the first is about to get.
+            asyncio.create_task(mesh.sessions.repair_session(session.session_id, epoch=epoch, lost_shards=[]))
+            for epoch in (1, 2)
+        ]
+        await asyncio.sleep(0)
+    outcomes = await asyncio.gather(*repairs, return_exceptions=True)
     assert isinstance(outcomes[0], SessionLost)
     assert isinstance(outcomes[1], RouteSession)
     assert (outcomes[1].epoch, {ticket.epoch for ticket in outcomes[1].tickets}) == (3, {3})
