@@ -402,9 +402,12 @@ async def test_orphans_are_recorded_once_the_database_works_again(mesh: SessionM
 
 async def test_a_caller_that_goes_away_while_a_session_opens_leaves_an_orphan(mesh: SessionMesh) -> None:
     await mesh.offer(*halves())
-    opening = asyncio.create_task(mesh.sessions.open_session("tiny"))
-    await asyncio.sleep(0)
-    opening.cancel()
+    async with mesh.database.writing():
+        opening = asyncio.create_task(mesh.sessions.open_session("tiny"))
+        await asyncio.sleep(0)
+        opening.cancel()
+        await asyncio.wait([opening])
+    assert opening.cancelled()
     await mesh.sessions.finish()
     assert [row.state for row in await mesh.rows()] == ["open"]
     mesh.monotonic.now += 60
