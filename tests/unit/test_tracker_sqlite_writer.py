@@ -192,14 +192,14 @@ async def test_a_write_goes_on_without_its_caller(database: Database, tmp_path: 
 
 
 async def test_a_failure_without_its_caller_is_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sqlite_writer, "BUSY_TIMEOUT_MS", 200)
+    monkeypatch.setattr(sqlite_writer, "BUSY_TIMEOUT_MS", 500)
     faults: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
     async with opened(tmp_path) as database:
         turns = Turns()
         with held(tmp_path):
             calling = asyncio.create_task(database.transact(insert(1)))
-            await turns.more(100)
+            await turns.more(3)
             calling.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await asyncio.wait_for(calling, DEADLINE_S)
