@@ -114,6 +114,17 @@ async def test_sessions_count_until_the_worker_counts_them(place: Place) -> None
     assert {name: offer.free_slots for name, offer in place.offers().items()} == {"a": 9, "b": 10}
 
 
+async def test_sessions_count_although_a_report_was_malformed(place: Place) -> None:
+    await place.report("n1", worker("a"))
+    place.clock.now += 1
+    place.open("1", "a")
+    place.clock.now += 1
+    await place.registry.renew("n1", 1, ME)
+    assert place.offers()["a"].free_slots == 9
+    await place.report("n1", worker("a"))
+    assert place.offers()["a"].free_slots == 10
+
+
 async def test_what_was_given_lately_fades(place: Place) -> None:
     await place.report("n1", worker("a"))
     place.open("1", "a")
@@ -239,6 +250,8 @@ class Story:
         self.sessions = OpenSessions()
         self.market = Market(self.registry, self.sessions)
         self._epochs: dict[str, int] = {}
+        #: The last that each shard's worker told of its load, and when.
+        self._heard: dict[str, tuple[ShardAdvertisement, float]] = {}
         #: When which session was given to which shard.
         self._given: list[tuple[float, str, str]] = []
         #: What each node told of its ways, and the links that followed when that was looked at first.
@@ -247,6 +260,14 @@ class Story:
     async def happen(self, event: Event) -> None:
         with suppress(LeaseLost, TrackerUnavailable):
             await self._happen(event)
+        self._listen()
+
+    def _listen(self) -> None:
+        for node in self.registry.live():
+            for shard_id, one in node.shards.items():
+                before, _ = self._heard.get(shard_id, (None, 0.0))
+                if before is not one:
+                    self._heard[shard_id] = one, self.clock.now
 
     async def _happen(self, event: Event) -> None:
         node, registry = event.node, self.registry
@@ -322,7 +343,7 @@ class Story:
                 since = {
                     session_id
                     for at_s, session_id, to in self._given
-                    if to == shard_id and at_s >= node.reported_s and self._uses(session_id, shard_id)
+                    if to == shard_id and at_s >= self._heard[shard_id][1] and self._uses(session_id, shard_id)
                 }
                 taken = load.open_sessions + len(since)
                 found[shard_id] = Offer(

@@ -116,8 +116,12 @@ class Market:
             self._links.forget(node.node_id)
         now_s = self._registry.now_s()
         for shard_id, advertised in node.shards.items():
-            self._withdraw(shard_id)
-            self._known[shard_id] = _Known(advertised, node.node_id, node.reported_s)
+            known = self._known.get(shard_id)
+            # A malformed report renews the lease, and tells nothing of sessions: those given since the last good one
+            # still count.
+            if known is None or known.advertised is not advertised:
+                self._withdraw(shard_id)
+                self._known[shard_id] = _Known(advertised, node.node_id, node.reported_s)
             self._renew(shard_id, now_s)
 
     def _refresh(self) -> None:
