@@ -80,3 +80,14 @@ async def test_much_garbage_is_not_kept_until_then() -> None:
         assert ring() is not None
         del garbage
         await until_freed(ring)
+
+
+async def test_garbage_that_is_large_is_not_kept_until_then() -> None:
+    class Large(Ring):
+        def __init__(self) -> None:
+            super().__init__()
+            self.filler = b"x" * (64 << 20)
+
+    async with few_pauses(collect_s=1000.0, much_bytes=32 << 20, look_s=0.01):
+        await asyncio.sleep(0)  # it has seen how much there was before
+        await until_freed(weakref.ref(Large()))
