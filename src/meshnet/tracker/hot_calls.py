@@ -1,7 +1,8 @@
 """The calls that come by the thousand, answered in front of the application that has all of them.
 
 A framework's way from a request to a function costs several times what a heartbeat itself does. So heartbeats, and
-opening and ending of sessions, are read and answered here; everything else goes on to the application behind.
+opening and ending of sessions, are read and answered here; everything else goes on to the application behind. A person
+waits for a session to be opened; the others give way to that.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from meshnet.tracker.faults import error_body, fault_of
 from meshnet.tracker.messages import PREFIX, Heartbeat, OpenSession, Pulse, SessionEnd, parse
 from meshnet.tracker.request_body import read_body
 from meshnet.tracker.tracker import Tracker
+from meshnet.tracker.turns import Turns
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -48,6 +50,7 @@ class HotCalls:
         self._app = app
         self._tracker = tracker
         self._join_token = join_token
+        self._turns = Turns()
         calls = (self._heartbeat, self._open_session, self._close_session)
         self._calls: list[tuple[re.Pattern[str], _Call]] = [
             (re.compile(_NAMED.sub(lambda name: _NAMES[name[1]], path)), call)
@@ -80,6 +83,7 @@ class HotCalls:
 
     async def _heartbeat(self, node_id: str, body: bytes) -> Noun:
         registry = self._tracker.registry
+        await self._turns.wait()
         try:
             beat = parse(Heartbeat, body)
         except RequestError:
@@ -100,6 +104,7 @@ class HotCalls:
         )
 
     async def _close_session(self, session_id: str, body: bytes) -> None:
+        await self._turns.wait()
         end = parse(SessionEnd, body)
         await self._tracker.sessions.close_session(
             session_id, finish_cause=end.finish_cause, generated_tokens=end.generated_tokens, work=end.work

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 BUSY_TIMEOUT_MS = 5_000
 
 #: Of the database, in memory.
-CACHE_KIB = 32 << 10
+CACHE_KIB = 4 << 10
 
 #: Transactions after which the write-ahead log is copied into the database.
 CHECKPOINT_EVERY = 500
