@@ -8,11 +8,13 @@ import socket
 import warnings
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
 from meshnet.node import links as links_module
 from meshnet.node.links import MAX_LINKS, TRIES, Links, bytes_per_s, round_trip_ms
+from meshnet.rpc.client import WorkerClient
 from meshnet.tracker.messages import Neighbour
 from tests.support.faulty_link import FaultyLink
 from tests.support.shard_server import ShardServer
@@ -235,3 +237,20 @@ async def test_a_neighbour_that_cannot_be_reached_any_more_is_not_waited_for(mon
     await until(lambda: rates > before)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_no_worker_takes_bytes_in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty call that was held up makes a padded one look as if it took nothing."""
+    status = WorkerClient.status
+
+    async def held_up(self: WorkerClient, *, padding: bytes = b"", **options: Any) -> Any:
+        answer = await status(self, padding=padding, **options)
+        if not padding:
+            await asyncio.sleep(0.1)
+        return answer
+
+    monkeypatch.setattr(WorkerClient, "status", held_up)
+    async with ShardServer() as worker:
+        rate = await bytes_per_s(worker.address)
+    assert rate is not None
+    assert rate < 100e9
