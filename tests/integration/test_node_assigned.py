@@ -220,7 +220,9 @@ async def test_sessions_do_not_hold_up_for_long_what_answers_wait_for(ranges: Ra
     # That it was urgent is over one day, and makes no difference.
     before = await ranges.offered()
     ranges.assigned.reconcile([assignment("0:5")])
-    assert await ranges.offered() == before
+    after = await ranges.offered()
+    # The same worker; what memory it takes may be another from one moment to the next.
+    assert {layers: one.shard for layers, one in after.items()} == {layers: one.shard for layers, one in before.items()}
 
 
 async def test_a_worker_that_dies_is_told_and_replaced(ranges: Ranges) -> None:
