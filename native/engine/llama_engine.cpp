@@ -228,27 +228,6 @@ class Affinity {
     cpu_set_t cpus_;
 };
 
-// Keeps the calling thread on one core (none if negative) for as long as it lives.
-class Placement {
-  public:
-    explicit Placement(int cpu) : placed_(cpu >= 0) {
-        if (placed_) {
-            Affinity(cpu).apply();
-        }
-    }
-    ~Placement() {
-        if (placed_) {
-            before_.apply();
-        }
-    }
-    Placement(const Placement &) = delete;
-    Placement & operator=(const Placement &) = delete;
-
-  private:
-    Affinity before_;
-    bool placed_;
-};
-
 class LlamaEngine final : public ShardEngine {
   public:
     Status load(const EngineConfig & config);
@@ -256,6 +235,14 @@ class LlamaEngine final : public ShardEngine {
 
     const EngineDescription & describe() const override {
         return description_;
+    }
+    void bind_thread() const override {
+        if (compute_cpu_ >= 0) {
+            Affinity(compute_cpu_).apply();
+        }
+    }
+    void expect_step() const override {
+        ggml_threadpool_resume(threads_.get());
     }
     Status open_sequence(int32_t & sequence) override;
     Status close_sequence(int32_t sequence) override;
@@ -440,7 +427,8 @@ Status LlamaEngine::load(const EngineConfig & config) {
     // Threads that stay, instead of new ones for every step; and that sleep between steps, instead of taking a core
     // from the other shards of this machine while those compute.
     ggml_threadpool_params threads = ggml_threadpool_params_default(actual.threads);
-    threads.poll = 0;
+    threads.poll = 1;
+    threads.paused = true;
     // With a thread for every core each one has its own: else the scheduler now and then wakes two of them on one core,
     // and they wait for each other at every barrier until it notices.
     const Affinity everywhere;
@@ -641,7 +629,6 @@ void LlamaEngine::forget(const std::vector<Step> & steps, bool untouched) {
 }
 
 Status LlamaEngine::execute(const std::vector<Step> & steps, std::vector<StepResult> & results) {
-    const Placement placement(compute_cpu_);
     results.assign(steps.size(), {});
     if (steps.empty()) {
         return Status::success();
@@ -680,6 +667,7 @@ Status LlamaEngine::execute(const std::vector<Step> & steps, std::vector<StepRes
     } catch (const std::exception & e) {
         error = e.what();
     }
+    ggml_threadpool_pause(threads_.get());
     if (code != 0) {
         const bool no_room = code == 1;
         const bool refused = code == -1;

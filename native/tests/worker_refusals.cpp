@@ -1,6 +1,7 @@
 // Every refusal by name, and what a re-opened session keeps.
 #include <gtest/gtest.h>
 
+#include <future>
 #include <thread>
 
 #include "tests/worker_support.h"
@@ -323,6 +324,9 @@ TEST(Timeouts, ASessionThatComputesIsNotIdle) {
 
 TEST(Timeouts, AHopThatDoesNotAnswerIsNamed) {
     auto hops = make_hops("test:6", {0, 2, 4, 6});
+    TestSession other(addresses(hops));
+    other.open();
+    ASSERT_TRUE(other.generate(prompt, 5).finished.has_value());  // so that all links stand
     TestSession session(addresses(hops));
     session.open();
     hops[2]->control().hold();
@@ -335,7 +339,7 @@ TEST(Timeouts, AHopThatDoesNotAnswerIsNamed) {
     ASSERT_TRUE(hops[2]->control().wait_held());
     hops[0]->worker().tick(now_us() + 4'000'000);
     hops[1]->worker().tick(now_us() + 4'000'000);
-    EXPECT_EQ(hops[1]->client().status().open_sessions(), 1U);
+    EXPECT_EQ(hops[1]->client().status().open_sessions(), 2U);
     hops[1]->worker().tick(now_us() + 5'500'000);  // the hop before the stuck one notices, at the head's own timeout
     caller.join();
     ASSERT_TRUE(outcome.failed.has_value());
@@ -357,12 +361,18 @@ TEST(Timeouts, TheHeadNoticesThatNoTokenComes) {
     v1::RefusalDetail refusal;
     ASSERT_TRUE(session.client(0).open(session.open_request(0), response, refusal).ok());
     Outcome outcome;
-    std::thread caller([&] { outcome = session.generate(prompt, 5); });
-    ASSERT_TRUE(tail.next_frame().has_value());  // credited, but never answered
-    ASSERT_TRUE(eventually([&] {
-        hops[0]->worker().tick(now_us() + 32'000'000);
-        return hops[0]->worker().status().open_sessions() == 1;
-    }));
+    std::promise<void> credited;
+    std::thread caller([&] {
+        outcome = session.client(0).generate(session.generate_request(prompt, 5), [&](const v1::GenerateEvent & event) {
+            if (event.has_prefill()) {
+                credited.set_value();
+            }
+        });
+    });
+    ASSERT_TRUE(tail.next_frame().has_value());
+    credited.get_future().wait();  // the frame, but it is never answered
+    hops[0]->worker().tick(now_us() + 30'500'000);
+    hops[0]->worker().tick(now_us() + 32'000'000);
     caller.join();
     ASSERT_TRUE(outcome.failed.has_value());
     EXPECT_EQ(outcome.failed->refusal(), v1::REFUSAL_PEER_LOST);

@@ -3,7 +3,12 @@
 
 #include <thread>
 
+#include <grpc/support/cpu.h>
+
+#include <algorithm>
+
 #include "tests/worker_support.h"
+#include "worker/single_poller.h"
 
 namespace meshnet::test {
 namespace {
@@ -379,6 +384,25 @@ TEST(Route, SlotsAreReusedWhileAClosedSessionStillComputes) {
         EXPECT_EQ(ids, direct_tokens("test:6", prompt, 5));
         next.close();
     }
+}
+
+TEST(SinglePoller, LeavesOneThreadThatAnswers) {
+    v1::Shard::CallbackService service;  // knows no call
+    grpc::ServerBuilder builder;
+    int port = 0;
+    builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port);
+    builder.RegisterService(&service);
+    const auto server = builder.BuildAndStart();
+    ASSERT_NE(server, nullptr);
+    const SinglePoller poller;
+    EXPECT_EQ(poller.waiting(), static_cast<int>(std::clamp(gpr_cpu_num_cores() / 2, 2U, 16U)) - 1);
+    const SinglePoller another;
+    EXPECT_EQ(another.waiting(), poller.waiting());
+    const auto stub = v1::Shard::NewStub(
+        grpc::CreateChannel("127.0.0.1:" + std::to_string(port), grpc::InsecureChannelCredentials()));
+    grpc::ClientContext context;
+    v1::StatusResponse response;
+    EXPECT_EQ(stub->Status(&context, {}, &response).error_code(), grpc::StatusCode::UNIMPLEMENTED);
 }
 
 TEST(Route, DrainsWhenTheLastSessionCloses) {

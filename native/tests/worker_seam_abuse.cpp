@@ -73,6 +73,35 @@ TEST_F(LoneTail, AnswersAGoodStep) {
     EXPECT_EQ(answer->sampled().tokens(0).position(), 3U);
 }
 
+TEST_F(LoneTail, GivesCreditForDecodeStepsTogether) {
+    std::vector<uint32_t> prefix = {1, 2, 3};
+    auto opening = good(0, {}, prefix);
+    opening.mutable_step()->set_prefill(true);
+    peer.send(opening);
+    ASSERT_TRUE(peer.credit().has_value());
+    EXPECT_EQ(peer.messages(), 1U);
+    constexpr int rounds = 20;
+    constexpr uint32_t at_once = session_window_frames - 1;
+    for (int round = 0; round < rounds; ++round) {
+        for (uint32_t i = 0; i < at_once; ++i) {
+            auto frame = good(static_cast<uint32_t>(prefix.size()), prefix, {i});
+            frame.mutable_step()->clear_sampling();
+            peer.send(frame);
+            prefix.push_back(i);
+        }
+        for (uint32_t i = 0; i < at_once; ++i) {
+            const auto credit = peer.credit();
+            ASSERT_TRUE(credit.has_value());
+            EXPECT_EQ(credit->frame_no(), 2U + static_cast<uint32_t>(round) * at_once + i);
+        }
+    }
+    EXPECT_LT(peer.messages(), size_t{rounds} * at_once);
+    auto last = good(static_cast<uint32_t>(prefix.size()), prefix, {7});
+    last.mutable_step()->clear_sampling();
+    peer.send(last);
+    EXPECT_TRUE(peer.credit().has_value()) << "though nothing follows";
+}
+
 TEST_F(LoneTail, SamplesAtSeveralPositionsAndRollsBack) {
     auto frame = good(0, {}, {1, 2, 3, 4});
     frame.mutable_step()->clear_sample_at();
@@ -348,10 +377,26 @@ TEST(LoneHead, DoesNotTakeTokensItDidNotAskFor) {
     EXPECT_EQ(reported.failed->message(), "out of luck?");
 }
 
+TEST(LoneHead, LosesANeighbourThatGivesCreditTwice) {
+    Hop hop("test:6", LayerRange{0, 3});
+    FakeNeighbour tail;
+    tail.give_credit(2);
+    v1::DescribeResponse tail_description;
+    tail_description.set_shard_id("fake-tail");
+    TestSession session({hop.address(), {tail.address(), tail_description}});
+    v1::OpenResponse response;
+    v1::RefusalDetail refusal;
+    ASSERT_TRUE(session.client(0).open(session.open_request(0), response, refusal).ok());
+    const auto outcome = session.generate("x", 1);
+    ASSERT_TRUE(outcome.failed.has_value());
+    EXPECT_EQ(outcome.failed->refusal(), v1::REFUSAL_PEER_LOST);
+    EXPECT_EQ(outcome.failed->hop_index(), 1U);
+}
+
 TEST(LoneHead, KeepsToTheWindow) {
     Hop hop("test:6", LayerRange{0, 3});
     FakeNeighbour tail;
-    tail.give_credit(false);
+    tail.give_credit(0);
     v1::DescribeResponse tail_description;
     tail_description.set_shard_id("fake-tail");
     TestSession session({hop.address(), {tail.address(), tail_description}});

@@ -485,12 +485,18 @@ void SeamPeer::send_raw(const std::string & bytes) {
 }
 
 std::optional<v1::SeamCredit> SeamPeer::credit() {
-    grpc::ByteBuffer buffer;
-    v1::SeamCredit credit;
-    if (!stream_->Read(&buffer)) {
-        return std::nullopt;
+    while (credits_.empty()) {
+        grpc::ByteBuffer buffer;
+        v1::SeamCredits read;
+        if (!stream_->Read(&buffer)) {
+            return std::nullopt;
+        }
+        EXPECT_TRUE(grpc::SerializationTraits<v1::SeamCredits>::Deserialize(&buffer, &read).ok());
+        credits_.insert(credits_.end(), read.credits().begin(), read.credits().end());
+        ++messages_;
     }
-    EXPECT_TRUE(grpc::SerializationTraits<v1::SeamCredit>::Deserialize(&buffer, &credit).ok());
+    auto credit = std::move(credits_.front());
+    credits_.pop_front();
     return credit;
 }
 
@@ -527,27 +533,28 @@ std::optional<v1::SeamFrame> FakeNeighbour::next_frame() {
     return frame;
 }
 
-void FakeNeighbour::give_credit(bool give) {
+void FakeNeighbour::give_credit(int times) {
     std::lock_guard lock(mutex_);
-    give_credit_ = give;
+    credits_per_frame_ = times;
 }
 
 grpc::Status FakeNeighbour::Carry(grpc::ServerContext *,
-                                  grpc::ServerReaderWriter<v1::SeamCredit, v1::SeamFrame> * stream) {
+                                  grpc::ServerReaderWriter<v1::SeamCredits, v1::SeamFrame> * stream) {
     stream->SendInitialMetadata();
     v1::SeamFrame frame;
     while (stream->Read(&frame)) {
-        v1::SeamCredit credit;
-        credit.set_frame_no(frame.frame_no());
-        bool give = false;
+        const uint64_t number = frame.frame_no();
+        v1::SeamCredits credits;
         {
             std::lock_guard lock(mutex_);
             frames_.push_back(std::move(frame));
-            give = give_credit_;
+            for (int i = 0; i < credits_per_frame_; ++i) {
+                credits.add_credits()->set_frame_no(number);
+            }
             arrived_.notify_all();
         }
-        if (give) {
-            stream->Write(credit);
+        if (credits.credits_size() > 0) {
+            stream->Write(credits);
         }
     }
     return grpc::Status::OK;

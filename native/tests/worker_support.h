@@ -4,6 +4,7 @@
 #include <grpcpp/grpcpp.h>
 
 #include <condition_variable>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -212,6 +213,10 @@ class SeamPeer {
     void send_raw(const std::string & bytes);
     // The next credit; nothing if the stream ended.
     std::optional<v1::SeamCredit> credit();
+    // Messages that brought the credits read so far.
+    size_t messages() const {
+        return messages_;
+    }
     // Half-closes, and returns how the stream ended.
     grpc::Status finish();
 
@@ -220,6 +225,8 @@ class SeamPeer {
     std::shared_ptr<grpc::Channel> channel_;
     std::unique_ptr<grpc::internal::RpcMethod> method_;
     std::unique_ptr<grpc::ClientReaderWriter<grpc::ByteBuffer, grpc::ByteBuffer>> stream_;
+    std::deque<v1::SeamCredit> credits_;  // read, not yet returned
+    size_t messages_ = 0;
     uint64_t frame_no_ = 0;
 };
 
@@ -234,17 +241,17 @@ class FakeNeighbour final : public v1::Seam::Service {
     }
     // The next frame; nothing at the deadline.
     std::optional<v1::SeamFrame> next_frame();
-    // Credit is given for every frame while true.
-    void give_credit(bool give);
+    // How often credit is given for a frame; once, unless told otherwise.
+    void give_credit(int times);
 
   private:
     grpc::Status Carry(grpc::ServerContext * context,
-                       grpc::ServerReaderWriter<v1::SeamCredit, v1::SeamFrame> * stream) override;
+                       grpc::ServerReaderWriter<v1::SeamCredits, v1::SeamFrame> * stream) override;
 
     std::mutex mutex_;
     std::condition_variable arrived_;
     std::vector<v1::SeamFrame> frames_;
-    bool give_credit_ = true;
+    int credits_per_frame_ = 1;
     std::string address_;
     std::unique_ptr<grpc::Server> server_;
 };

@@ -1,8 +1,8 @@
 #include "worker/inbound.h"
 
 #include <atomic>
-#include <deque>
 #include <mutex>
+#include <vector>
 
 #include "meshnet/v1/shard.grpc.pb.h"
 #include "worker/clock.h"
@@ -12,6 +12,9 @@ namespace {
 
 // A peer that does not read its credits is not read from either.
 constexpr size_t max_queued_credits = 256;
+
+// Credits that may wait: fewer than a session's window, so that none ever runs out for it.
+constexpr size_t max_waiting_credits = session_window_frames - 1;
 
 class InboundStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>, public CreditSink {
   public:
@@ -30,15 +33,22 @@ class InboundStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
         StartRead(&message_);
     }
 
-    void give(uint64_t frame_no, int64_t arrived_us, v1::Refusal refused) override {
+    void give(uint64_t frame_no, int64_t arrived_us, v1::Refusal refused, bool may_wait) override {
         v1::SeamCredit credit;
         credit.set_frame_no(frame_no);
         credit.set_refused(refused);
         std::lock_guard lock(mutex_);
         if (!finished_) {
             queue_.push_back({std::move(credit), arrived_us});
+            hurry_ |= !may_wait || queue_.size() >= max_waiting_credits;
             write_next();
         }
+    }
+
+    void flush() override {
+        std::lock_guard lock(mutex_);
+        hurry_ = true;
+        write_next();
     }
 
   private:
@@ -128,18 +138,22 @@ class InboundStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
     }
 
     void write_next() {
-        if (writing_ || queue_.empty()) {
+        if (writing_ || finished_ || !hurry_ || queue_.empty()) {
             return;
         }
+        v1::SeamCredits credits;
+        const int64_t now = now_us();
+        for (auto & next : queue_) {
+            next.credit.set_held_us(static_cast<uint64_t>(now - next.arrived_us));
+            credits.add_credits()->Swap(&next.credit);
+        }
+        queue_.clear();
+        hurry_ = false;
         writing_ = true;
-        auto & next = queue_.front();
-        next.credit.set_held_us(static_cast<uint64_t>(now_us() - next.arrived_us));
         bool own_buffer = false;
         current_.Clear();
-        if (!grpc::SerializationTraits<v1::SeamCredit>::Serialize(next.credit, &current_, &own_buffer).ok()) {
-            return;
-        }
-        queue_.pop_front();
+        // It cannot fail: a buffer of memory takes every message.
+        static_cast<void>(grpc::SerializationTraits<v1::SeamCredits>::Serialize(credits, &current_, &own_buffer).ok());
         StartWrite(&current_);
     }
 
@@ -154,7 +168,8 @@ class InboundStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
     bool finished_ = false;
     bool writing_ = false;
     bool read_paused_ = false;
-    std::deque<QueuedCredit> queue_;
+    bool hurry_ = false;  // what is queued is to be written now
+    std::vector<QueuedCredit> queue_;
     grpc::ByteBuffer current_;  // being written
 };
 

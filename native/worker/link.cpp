@@ -15,7 +15,7 @@
 namespace meshnet {
 
 // One Carry call. Operations start from any thread, so it holds the call open (AddHold) until the peer's side ends.
-class LinkStream final : public grpc::ClientBidiReactor<v1::SeamFrame, v1::SeamCredit> {
+class LinkStream final : public grpc::ClientBidiReactor<v1::SeamFrame, v1::SeamCredits> {
   public:
     LinkStream(LinkPool & pool, uint64_t id, const std::string & address)
         : pool_(pool), id_(id), address_(address), created_us_(now_us()),
@@ -26,7 +26,7 @@ class LinkStream final : public grpc::ClientBidiReactor<v1::SeamFrame, v1::SeamC
         std::lock_guard lock(mutex_);
         stub_->async()->Carry(&context_, this);
         AddHold();
-        StartRead(&credit_);
+        StartRead(&credits_);
         StartCall();
     }
 
@@ -90,18 +90,22 @@ class LinkStream final : public grpc::ClientBidiReactor<v1::SeamFrame, v1::SeamC
             on_end();
             return;
         }
-        CreditReport report;
-        bool known = false;
+        std::vector<CreditReport> reports;
+        bool known = true;
         {
             std::lock_guard lock(mutex_);
-            known = take_credit(report);
+            for (auto credit = credits_.credits().begin(); known && credit != credits_.credits().end(); ++credit) {
+                known = take_credit(*credit, reports.emplace_back());
+            }
         }
         if (!known) {
             cancel();  // a credit for no frame: the peer is not sane
         } else {
-            pool_.observer_.on_credit(report);
+            for (const auto & report : reports) {
+                pool_.observer_.on_credit(report);
+            }
         }
-        StartRead(&credit_);
+        StartRead(&credits_);
     }
 
     void OnDone(const grpc::Status & status) override {
@@ -132,9 +136,9 @@ class LinkStream final : public grpc::ClientBidiReactor<v1::SeamFrame, v1::SeamC
     }
 
     // Credits come in any order: frames of different sessions are computed when the scheduler says so.
-    bool take_credit(CreditReport & report) {
+    bool take_credit(const v1::SeamCredit & credit, CreditReport & report) {
         const uint64_t first_no = last_frame_no_ + 1 - unacknowledged_.size();
-        const uint64_t frame_no = credit_.frame_no();
+        const uint64_t frame_no = credit.frame_no();
         if (frame_no < first_no || frame_no > last_frame_no_ || !unacknowledged_[frame_no - first_no].has_value()) {
             return false;
         }
@@ -146,10 +150,10 @@ class LinkStream final : public grpc::ClientBidiReactor<v1::SeamFrame, v1::SeamC
         }
         const int64_t round_trip_us = std::max<int64_t>(
             0, now_us() - report.frame.sent_us -
-                   static_cast<int64_t>(std::min<uint64_t>(credit_.held_us(), std::numeric_limits<int32_t>::max())));
+                   static_cast<int64_t>(std::min<uint64_t>(credit.held_us(), std::numeric_limits<int32_t>::max())));
         min_round_trip_us_ = std::min(min_round_trip_us_, round_trip_us);
         report.network_us = round_trip_us - min_round_trip_us_ / 2;
-        report.refused = credit_.refused();
+        report.refused = credit.refused();
         return true;
     }
 
@@ -186,7 +190,7 @@ class LinkStream final : public grpc::ClientBidiReactor<v1::SeamFrame, v1::SeamC
     int64_t min_round_trip_us_ = std::numeric_limits<int64_t>::max();
     std::deque<v1::SeamFrame> queue_;                      // bounded by the sessions' windows
     v1::SeamFrame current_;                                // being written
-    v1::SeamCredit credit_;                                // being read
+    v1::SeamCredits credits_;                              // being read
     std::deque<std::optional<SentFrame>> unacknowledged_;  // frame numbers up to last_frame_no_
 };
 

@@ -1,4 +1,5 @@
 // meshnet-shard: one process, one range of layers of one model. See README and proto/meshnet/v1/shard.proto.
+#include <absl/synchronization/mutex.h>
 #include <google/protobuf/util/json_util.h>
 #include <poll.h>
 #include <sys/signalfd.h>
@@ -126,6 +127,8 @@ bool drain(Worker & worker, StopRequests & requests, int64_t timeout_s) {
 }
 
 int run(Flags flags) {
+    // Debian's abseil looks for deadlocks in every lock that gRPC takes.
+    absl::SetMutexDeadlockDetectionMode(absl::OnDeadlockCycle::kIgnore);
     StopRequests requests(flags.exit_with_parent);
     if (const char * hex = std::getenv("MESHNET_WORKER_KEY"); hex != nullptr && *hex != '\0') {
         if (!TicketVerifier::parse_key(hex, flags.worker.ticket_key)) {

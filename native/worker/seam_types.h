@@ -20,8 +20,10 @@ class CreditSink {
     virtual ~CreditSink() = default;
     // Unique in the process.
     virtual uint64_t id() const = 0;
-    // Safe from any thread; does nothing once the stream is gone.
-    virtual void give(uint64_t frame_no, int64_t arrived_us, v1::Refusal refused) = 0;
+    // Safe from any thread; does nothing once the stream is gone. A credit that `may_wait` goes with the next one that
+    // may not, or when a few have come together, or with flush(): every message takes time from those that compute.
+    virtual void give(uint64_t frame_no, int64_t arrived_us, v1::Refusal refused, bool may_wait) = 0;
+    virtual void flush() = 0;
 };
 
 // The duty to give credit for one frame, exactly once: at the latest when it is destroyed.
@@ -37,6 +39,7 @@ class PendingCredit {
         frame_no_ = other.frame_no_;
         arrived_us_ = other.arrived_us_;
         refused_ = other.refused_;
+        may_wait_ = other.may_wait_;
         return *this;
     }
     ~PendingCredit() {
@@ -47,9 +50,13 @@ class PendingCredit {
     void refuse(v1::Refusal refused) {
         refused_ = refused;
     }
+    // Nobody waits for it. Its stream has to be flushed some time.
+    void let_wait() {
+        may_wait_ = true;
+    }
     void give() {
         if (auto sink = std::exchange(sink_, nullptr)) {
-            sink->give(frame_no_, arrived_us_, refused_);
+            sink->give(frame_no_, arrived_us_, refused_, may_wait_);
         }
     }
     int64_t arrived_us() const {
@@ -59,12 +66,16 @@ class PendingCredit {
     uint64_t stream_id() const {
         return sink_ == nullptr ? 0 : sink_->id();
     }
+    const std::shared_ptr<CreditSink> & sink() const {
+        return sink_;
+    }
 
   private:
     std::shared_ptr<CreditSink> sink_;
     uint64_t frame_no_ = 0;
     int64_t arrived_us_ = 0;
     v1::Refusal refused_ = v1::REFUSAL_UNSPECIFIED;
+    bool may_wait_ = false;
 };
 
 // What a sender remembers of a frame until its credit comes back.

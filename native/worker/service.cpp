@@ -5,6 +5,7 @@
 #include "meshnet/v1/shard.grpc.pb.h"
 #include "worker/channel_args.h"
 #include "worker/generate_stream.h"
+#include "worker/single_poller.h"
 #include "worker/task_thread.h"
 
 namespace meshnet {
@@ -124,6 +125,7 @@ struct WorkerServer::Impl {
     ShardService shard;
     SeamService seam;
     std::unique_ptr<grpc::Server> server;
+    std::unique_ptr<SinglePoller> poller;
 };
 
 WorkerServer::WorkerServer(Worker & worker) : impl_(std::make_unique<Impl>(worker)) {}
@@ -149,6 +151,7 @@ bool WorkerServer::start(const std::string & listen, std::string & problem) {
         problem = "cannot listen on " + listen + ": the address is in use or not one of this machine's";
         return false;
     }
+    impl_->poller = std::make_unique<SinglePoller>();
     address_ = listen.substr(0, colon) + ":" + std::to_string(port);
     return true;
 }
@@ -158,6 +161,7 @@ void WorkerServer::stop(int64_t grace_ms) {
         impl_->server->Shutdown(std::chrono::system_clock::now() + std::chrono::milliseconds(grace_ms));
         impl_->server->Wait();
     }
+    impl_->poller.reset();
 }
 
 }  // namespace meshnet

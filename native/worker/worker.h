@@ -143,6 +143,7 @@ class Worker final : public LinkObserver, public FrameReceiver {
     void peer_lost(Session & session, uint32_t hop_index, const std::string & reason, Effects & effects);
     void end_generation(Session & session, Effects & effects);
     void discard_inbox(Session & session, Effects & effects);
+    void let_wait(PendingCredit & credit);
     void send(Session & session, v1::SeamFrame frame, SentFrame sent, Effects & effects);
 
     // worker_engine.cpp: the engine thread
@@ -182,6 +183,7 @@ class Worker final : public LinkObserver, public FrameReceiver {
     std::vector<std::pair<ServedPtr, int32_t>> sequences_to_close_;
     Scheduler scheduler_;
     v1::StatusResponse totals_;
+    std::unordered_map<uint64_t, std::weak_ptr<CreditSink>> waiting_credits_;  // streams to flush at the next tick
 
     LinkPool links_;
     std::thread engine_thread_;

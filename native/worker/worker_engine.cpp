@@ -10,6 +10,7 @@
 namespace meshnet {
 
 void Worker::run_engine() {
+    whole_->engine->bind_thread();
     std::unique_lock lock(mutex_);
     while (true) {
         close_sequences(lock);
@@ -355,6 +356,9 @@ void Worker::commit(Job & job, Effects & effects) {
     }
     if (s.cannot_report() && job.epoch == s.epoch) {
         job.credit.refuse(v1::REFUSAL_PEER_LOST);
+    } else if (job.epoch == s.epoch && !job.frame.prefill() && !job.refusal.refused() && !s.closed &&
+               !s.failure.has_value()) {
+        let_wait(job.credit);
     }
     effects.credits.push_back(std::move(job.credit));
     effects.garbage.push_back(job.session);

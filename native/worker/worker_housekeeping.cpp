@@ -16,7 +16,7 @@ constexpr int64_t inbound_grace_us = 1'000'000;
 void Worker::run_housekeeping() {
     std::unique_lock lock(mutex_);
     while (!stopping_) {
-        if (sessions_.empty() && !links_.needs_tick() && !parts_.needs_tick()) {
+        if (sessions_.empty() && waiting_credits_.empty() && !links_.needs_tick() && !parts_.needs_tick()) {
             housekeeping_wake_.wait(lock);
         } else {
             housekeeping_wake_.wait_for(lock, std::chrono::milliseconds(tick_interval_ms));
@@ -31,14 +31,21 @@ void Worker::tick(int64_t now) {
     links_.tick(now);
     parts_.tick(now);
     Effects effects;
+    decltype(waiting_credits_) waiting;
     {
         std::lock_guard lock(mutex_);
+        waiting.swap(waiting_credits_);
         const auto sessions = sessions_;
         for (const auto & [id, session] : sessions) {
             tend(session, now, effects);
         }
     }
     effects.perform();
+    for (const auto & [stream_id, stream] : waiting) {
+        if (const auto sink = stream.lock()) {
+            sink->flush();
+        }
+    }
 }
 
 void Worker::tend(const SessionPtr & session, int64_t now, Effects & effects) {

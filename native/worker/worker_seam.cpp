@@ -38,6 +38,9 @@ Refusal Worker::on_frame(PendingCredit credit, v1::SeamFrame frame, uint64_t byt
             switch (frame.body_case()) {
             case v1::SeamFrame::kSampled:
                 take_sampled(s, frame.sampled(), effects);
+                if (s.generation != nullptr && !s.failure.has_value()) {
+                    let_wait(credit);
+                }
                 break;
             case v1::SeamFrame::kFailure:
                 take_failure(s, frame.failure(), effects);
@@ -93,6 +96,7 @@ void Worker::take_step(Session & session, v1::StepFrame frame, PendingCredit cre
     }
     session.inbox.push_back({std::move(frame), std::move(credit)});
     engine_wake_.notify_one();
+    session.served->engine->expect_step();
 }
 
 void Worker::take_sampled(Session & session, const v1::SampledFrame & frame, Effects & effects) {
@@ -138,6 +142,7 @@ void Worker::sampled(Session & session, const v1::SampledFrame & frame, Effects 
         effects.flushes.push_back(generation.shared_sink());
         session.ready_since_us = now_us();
         engine_wake_.notify_one();
+        session.served->engine->expect_step();
     }
 }
 
@@ -247,6 +252,14 @@ void Worker::discard_inbox(Session & session, Effects & effects) {
         effects.credits.push_back(std::move(queued.credit));
     }
     session.inbox.clear();
+}
+
+// Of a frame that came while all is well: the next one comes soon, and its credit with this one.
+void Worker::let_wait(PendingCredit & credit) {
+    if (credit.sink() != nullptr) {
+        credit.let_wait();
+        waiting_credits_[credit.stream_id()] = credit.sink();
+    }
 }
 
 void Worker::send(Session & session, v1::SeamFrame frame, SentFrame sent, Effects & effects) {

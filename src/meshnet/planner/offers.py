@@ -39,6 +39,7 @@ class Offer:
     shard_id: str = field(init=False, repr=False, compare=False)
     model: str = field(init=False, repr=False, compare=False)
     capacity_tokens: int = field(init=False, repr=False, compare=False)
+    n_layers: int = field(init=False, repr=False, compare=False)
     shape: Shape = field(init=False, repr=False, compare=False)
     full: bool = field(init=False, repr=False, compare=False)
     #: How much longer everything takes for those who are served already.
@@ -50,6 +51,7 @@ class Offer:
         keep("shard_id", shard.shard_id)
         keep("model", shard.model)
         keep("capacity_tokens", shard.session_capacity_tokens)
+        keep("n_layers", len(shard.layers))
         keep("shape", shape_of(shard))
         keep("full", self.busy >= 1.0 if self.free_slots is None else self.free_slots <= 0)
         keep("slowdown", 1.0 + self.busy * shard.session_slots + RECENT_WEIGHT * self.recent)

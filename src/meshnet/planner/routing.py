@@ -2,8 +2,9 @@
 
 The cost of a route is the time that the request is predicted to take on it, in whole microseconds:
 
-* per hop, its layers times (prompt tokens x prefill cost + answer tokens x decode cost), times one plus the sessions
-  that it already serves. Prefill counts as work, as if chunks did not overlap: what overlaps is work all the same.
+* per hop, its layers times (prompt tokens x prefill cost + answer tokens x decode cost) and what every step takes
+  beside them, times one plus the sessions that it already serves. Prefill counts as work, as if chunks did not
+  overlap: what overlaps is work all the same.
 * per seam, half a round trip for every step and the boundary's bytes; and the ring's way back from tail to head.
 
 Before time come, in this order: room for the session's tokens, layers that a broken route computed already and that
@@ -27,6 +28,7 @@ from meshnet.core import LayerRange, Route, Shard
 from meshnet.errors import NoRoute
 from meshnet.planner.coverage import covers, gaps, why_no_route
 from meshnet.planner.offers import NO_LINKS, Link, Links, Offer, RouteRequest
+from meshnet.planner.predict import CHUNK_TOKENS
 from meshnet.planner.shapes import Shape
 
 __all__ = ["NO_LINKS", "Link", "Links", "Offer", "RouteRequest", "choose_route", "covers", "gaps", "why_no_route"]
@@ -40,6 +42,13 @@ NOTHING_KEPT: Mapping[str, LayerRange] = MappingProxyType({})
 DEFAULT_PREFILL_US = 200.0
 DEFAULT_DECODE_US = 1000.0
 DEFAULT_LINK = Link(rtt_ms=1.0, bytes_per_s=100e6)
+
+#: Between workers of one node.
+LOCAL_LINK = Link(rtt_ms=0.1, bytes_per_s=1e9)
+
+#: What a shard takes for a step beside its layers: to receive and to send a frame, to wake threads. Without it, shards
+#: whose layers take no longer than that would be told apart by nothing but the noise of their measurements.
+STEP_US = 200.0
 
 #: Where links are measured, the cheapest few shards of a shape are looked at singly, the ring is tried for a few heads,
 #: and a few ways to a place are followed up: as many as these allow, shared out among the shapes.
@@ -184,6 +193,7 @@ class _Search:
         """Lanes that may stand in one route together, in an order that does not depend on that of the offers."""
         prompt, answer = self.request.prompt_tokens, self.request.answer_tokens
         prefill_us, decode_us = self.neutral_us
+        steps_us = STEP_US * (answer + -(-prompt // CHUNK_TOKENS))
         linked = bool(self.links)
         singled_out = self.entrances.keys() | self.keep.keys()
         groups: dict[Shape | tuple[Shape, str], list[tuple[int, int, float, str, Offer]]] = {}
@@ -192,6 +202,7 @@ class _Search:
             read_us, write_us = offer.prefill_us, offer.decode_us
             work_us = prompt * (prefill_us if read_us is None else read_us)
             work_us += answer * (decode_us if write_us is None else write_us)
+            work_us += steps_us / offer.n_layers
             rate_us = round(work_us * offer.slowdown)
             if rate_us > _MAX_RATE_US:
                 rate_us = _MAX_RATE_US
@@ -299,7 +310,7 @@ class _Search:
     def _link(self, giver: str | None, taker: str | None) -> Link:
         if giver is None or taker is None:
             return DEFAULT_LINK
-        return self.links.get((giver, taker), DEFAULT_LINK)
+        return LOCAL_LINK if giver == taker else self.links.get((giver, taker), DEFAULT_LINK)
 
 
 def _cost(found: _Exit) -> int:

@@ -535,6 +535,12 @@ class FailureFrame(_message.Message):
     shard_id: str
     def __init__(self, refusal: _Optional[_Union[Refusal, str]] = ..., message: _Optional[str] = ..., hop_index: _Optional[int] = ..., shard_id: _Optional[str] = ...) -> None: ...
 
+class SeamCredits(_message.Message):
+    __slots__ = ("credits",)
+    CREDITS_FIELD_NUMBER: _ClassVar[int]
+    credits: _containers.RepeatedCompositeFieldContainer[SeamCredit]
+    def __init__(self, credits: _Optional[_Iterable[_Union[SeamCredit, _Mapping]]] = ...) -> None: ...
+
 class SeamCredit(_message.Message):
     __slots__ = ("frame_no", "held_us", "refused")
     FRAME_NO_FIELD_NUMBER: _ClassVar[int]
