@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from meshnet.cli.children import Child, children
+from meshnet.errors import HopLost
 from meshnet.rpc.client import WorkerPool
 from tests.support.kill_mesh import MODEL, KillMesh, Question, connected
 from tests.support.mesh import child_pids, until
@@ -53,7 +54,10 @@ class WideMesh(KillMesh):
 
         async def nothing_kept() -> bool:
             shards = await self.shards()
-            statuses = [await self.pool.worker(shard.address).status() for shard in shards.values()]
+            try:
+                statuses = [await self.pool.worker(shard.address).status() for shard in shards.values()]
+            except HopLost:
+                return False  # it was killed, and the tracker has not heard of it yet
             return not any(status.open_sessions or status.kv_tokens for status in statuses)
 
         await until("nothing is kept", nothing_kept)

@@ -68,6 +68,8 @@ def offers(draw: st.DrawFn, max_shards: int = 7) -> list[Offer]:
                 prefill_us=draw(st.sampled_from([None, 10.0, 10.0, 300.0])),
                 decode_us=draw(st.sampled_from([None, 50.0, 50.0, 2000.0])),
                 recent=draw(st.sampled_from([0.0, 0.0, 3.0])),
+                prefill_seen_us=draw(st.sampled_from([math.inf, 1e6])),
+                decode_seen_us=draw(st.sampled_from([math.inf, 1e5])),
             )
         )
     return made
@@ -100,9 +102,10 @@ def cost(
     kept = {shard.shard_id for shard in chain if keep.get(shard.shard_id) == shard.layers}
     time_us = 0
     for shard, offer in zip(chain, hops, strict=True):
-        prefill_us = offer.prefill_us or mean([o.prefill_us for o in kin if o.prefill_us] or [200.0])
-        decode_us = offer.decode_us or mean([o.decode_us for o in kin if o.decode_us] or [1000.0])
-        work_us = request.prompt_tokens * prefill_us + request.answer_tokens * decode_us
+        prefill_mean_us = mean([o.prefill_us for o in kin if o.prefill_us] or [200.0])
+        decode_mean_us = mean([o.decode_us for o in kin if o.decode_us] or [1000.0])
+        work_us = request.prompt_tokens / speed(offer.prefill_us, offer.prefill_seen_us, prefill_mean_us)
+        work_us += request.answer_tokens / speed(offer.decode_us, offer.decode_seen_us, decode_mean_us)
         steps = request.answer_tokens + math.ceil(request.prompt_tokens / 64)
         work_us += 200.0 * steps / len(offer.shard.layers)
         time_us += len(shard.layers) * round(work_us * (1.0 + offer.busy * 4 + 0.05 * offer.recent))
@@ -117,6 +120,12 @@ def cost(
         sum(offer.busy >= 1.0 and offer.shard.shard_id not in kept for offer in hops),
         time_us,
     )
+
+
+def speed(measured_us: float | None, seen_us: float, mean_us: float) -> float:
+    """Of the measurement and of the mean, as tokens of a layer per microsecond, weighed by two seconds of doubt."""
+    doubt = 1.0 if measured_us is None else 2e6 / (2e6 + seen_us)
+    return (0.0 if measured_us is None else (1.0 - doubt) / measured_us) + doubt * (1.0 / mean_us)
 
 
 def link_between(giver: Offer, taker: Offer, links: Mapping[tuple[str, str], Link]) -> Link:
@@ -314,6 +323,17 @@ def test_a_worker_of_the_same_node_is_nearer_than_one_of_another() -> None:
     links = {pair: Link(0.5, 100e6) for pair in (("a", "b"), ("b", "a"))}
     nodes = {shard.shard_id[0] for shard in choose_route("tiny", offered, links=links).shards}
     assert len(nodes) == 1
+
+
+@pytest.mark.parametrize(("seen_us", "most"), [(2e4, 1.1), (1e9, math.inf)])
+def test_what_was_seen_for_a_moment_moves_no_load(seen_us: float, most: float) -> None:
+    offered = [
+        Offer(make_shard(name, "0:8"), prefill_us=us / 4, prefill_seen_us=seen_us, decode_us=us, decode_seen_us=seen_us)
+        for name, us in (("a", 20_000.0), ("b", 60_000.0))
+    ]
+    given = shares(offered, 90, lasting=4)
+    assert max(given) <= most * 45
+    assert seen_us == 2e4 or max(given) >= 1.3 * 45
 
 
 def test_a_faster_replica_gets_more() -> None:

@@ -86,6 +86,7 @@ async def test_what_a_worker_reports_is_its_offer(place: Place) -> None:
     offers = place.offers()
     a, b = offers["a"], offers["b"]
     assert (a.busy, a.free_slots, a.node_id, a.prefill_us, a.decode_us, a.recent) == (0.5, 8, "n1", 10.0, 50.0, 0.0)
+    assert (a.prefill_seen_us, a.decode_seen_us) == (8_000, 40_000)
     assert (b.busy, b.free_slots, b.prefill_us, b.decode_us) == (0.0, 10, None, None)
     assert (place.market.node_of("a"), place.market.worker_key("a").hex()) == ("n1", WORKER_KEY)
 

@@ -192,16 +192,15 @@ class _Search:
     def _lanes(self) -> list[list[_Lane]]:
         """Lanes that may stand in one route together, in an order that does not depend on that of the offers."""
         prompt, answer = self.request.prompt_tokens, self.request.answer_tokens
-        prefill_us, decode_us = self.neutral_us
+        prefill_speed, decode_speed = (1.0 / us for us in self.neutral_us)
         steps_us = STEP_US * (answer + -(-prompt // CHUNK_TOKENS))
         linked = bool(self.links)
         singled_out = self.entrances.keys() | self.keep.keys()
         groups: dict[Shape | tuple[Shape, str], list[tuple[int, int, float, str, Offer]]] = {}
         for offer in self.offers:
             shard_id = offer.shard_id
-            read_us, write_us = offer.prefill_us, offer.decode_us
-            work_us = prompt * (prefill_us if read_us is None else read_us)
-            work_us += answer * (decode_us if write_us is None else write_us)
+            work_us = prompt / (offer.prefill_known + offer.prefill_doubt * prefill_speed)
+            work_us += answer / (offer.decode_known + offer.decode_doubt * decode_speed)
             work_us += steps_us / offer.n_layers
             rate_us = round(work_us * offer.slowdown)
             if rate_us > _MAX_RATE_US:

@@ -48,6 +48,8 @@ class _Known:
             prefill_us=_rate(load.prefill_compute_us, load.prefill_tokens, layers),
             decode_us=_rate(load.decode_compute_us, load.decode_tokens, layers),
             recent=lately,
+            prefill_seen_us=load.prefill_compute_us,
+            decode_seen_us=load.decode_compute_us,
         )
 
 
