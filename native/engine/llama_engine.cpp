@@ -241,9 +241,6 @@ class LlamaEngine final : public ShardEngine {
             Affinity(compute_cpu_).apply();
         }
     }
-    void expect_step() const override {
-        ggml_threadpool_resume(threads_.get());
-    }
     Status open_sequence(int32_t & sequence) override;
     Status close_sequence(int32_t sequence) override;
     Status rollback(int32_t sequence, uint32_t position) override;
@@ -427,8 +424,7 @@ Status LlamaEngine::load(const EngineConfig & config) {
     // Threads that stay, instead of new ones for every step; and that sleep between steps, instead of taking a core
     // from the other shards of this machine while those compute.
     ggml_threadpool_params threads = ggml_threadpool_params_default(actual.threads);
-    threads.poll = 1;
-    threads.paused = true;
+    threads.poll = 0;
     // With a thread for every core each one has its own: else the scheduler now and then wakes two of them on one core,
     // and they wait for each other at every barrier until it notices.
     const Affinity everywhere;
@@ -667,7 +663,6 @@ Status LlamaEngine::execute(const std::vector<Step> & steps, std::vector<StepRes
     } catch (const std::exception & e) {
         error = e.what();
     }
-    ggml_threadpool_pause(threads_.get());
     if (code != 0) {
         const bool no_room = code == 1;
         const bool refused = code == -1;

@@ -159,8 +159,6 @@ class ShardEngine {
     // Keeps the calling thread, which is to call execute() from now on, on the core that the engine's own compute
     // threads leave to it; does nothing if there is none.
     virtual void bind_thread() const {}
-    // execute() is about to be called: compute threads that take a while to wake may begin to. Safe from any thread.
-    virtual void expect_step() const {}
 
     // Takes a free sequence slot with an empty cache.
     virtual Status open_sequence(int32_t & sequence) = 0;

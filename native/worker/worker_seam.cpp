@@ -96,7 +96,6 @@ void Worker::take_step(Session & session, v1::StepFrame frame, PendingCredit cre
     }
     session.inbox.push_back({std::move(frame), std::move(credit)});
     engine_wake_.notify_one();
-    session.served->engine->expect_step();
 }
 
 void Worker::take_sampled(Session & session, const v1::SampledFrame & frame, Effects & effects) {
@@ -142,7 +141,6 @@ void Worker::sampled(Session & session, const v1::SampledFrame & frame, Effects 
         effects.flushes.push_back(generation.shared_sink());
         session.ready_since_us = now_us();
         engine_wake_.notify_one();
-        session.served->engine->expect_step();
     }
 }
 
