@@ -1,10 +1,12 @@
 // What peers may send, and what becomes of them: malformed, stale, too many, unknown, random.
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <random>
 #include <thread>
 
 #include "tests/worker_support.h"
+#include "worker/clock.h"
 
 namespace meshnet::test {
 namespace {
@@ -100,6 +102,30 @@ TEST_F(LoneTail, GivesCreditForDecodeStepsTogether) {
     last.mutable_step()->clear_sampling();
     peer.send(last);
     EXPECT_TRUE(peer.credit().has_value()) << "though nothing follows";
+}
+
+TEST_F(LoneTail, ForgetsNoCreditThatWaits) {
+    // Ticks flush what waits; one that comes between a credit's announcement and the credit must not lose it.
+    std::atomic<bool> done = false;
+    std::thread housekeeping([&] {
+        while (!done) {
+            tail.worker().tick(now_us());
+        }
+    });
+    std::vector<uint32_t> prefix;
+    for (uint32_t i = 0; i < 1500; ++i) {
+        auto frame = good(i, prefix, {i % 200});
+        if (i > 0) {
+            frame.mutable_step()->clear_sampling();
+        }
+        peer.send(frame);
+        prefix.push_back(i % 200);
+        if (i % 2 == 1) {  // the first one waits when the second one is given
+            ASSERT_TRUE(peer.credit().has_value() && peer.credit().has_value());
+        }
+    }
+    done = true;
+    housekeeping.join();
 }
 
 TEST_F(LoneTail, SamplesAtSeveralPositionsAndRollsBack) {

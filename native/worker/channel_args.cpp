@@ -12,6 +12,8 @@ constexpr int ping_timeout_ms = 2000;
 constexpr int server_ping_interval_ms = 10'000;
 constexpr int server_ping_timeout_ms = 20'000;
 constexpr int max_message = static_cast<int>(max_message_bytes);
+// Of those that one message brings there are a few.
+constexpr int max_credits_message = 1 << 16;
 // Fixed instead of probed: the probes are pings in the way of small frames.
 constexpr int receive_window_bytes = 8 << 20;
 // Calls and streams of one connection.
@@ -30,7 +32,7 @@ grpc::ChannelArguments seam_channel_arguments() {
     arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);
     arguments.SetInt(GRPC_ARG_HTTP2_BDP_PROBE, 0);
     arguments.SetInt(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, receive_window_bytes);
-    arguments.SetMaxReceiveMessageSize(max_message);
+    arguments.SetMaxReceiveMessageSize(max_credits_message);
     arguments.SetMaxSendMessageSize(max_message);
     return arguments;
 }

@@ -40,9 +40,15 @@ class InboundStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
         std::lock_guard lock(mutex_);
         if (!finished_) {
             queue_.push_back({std::move(credit), arrived_us});
+            expected_ -= may_wait ? 1 : 0;
             hurry_ |= !may_wait || queue_.size() >= max_waiting_credits;
             write_next();
         }
+    }
+
+    void expect() override {
+        std::lock_guard lock(mutex_);
+        ++expected_;
     }
 
     void flush() override {
@@ -148,7 +154,7 @@ class InboundStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
             credits.add_credits()->Swap(&next.credit);
         }
         queue_.clear();
-        hurry_ = false;
+        hurry_ = hurry_ && expected_ > 0;  // else a flush would miss what was announced before it
         writing_ = true;
         bool own_buffer = false;
         current_.Clear();
@@ -168,7 +174,8 @@ class InboundStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
     bool finished_ = false;
     bool writing_ = false;
     bool read_paused_ = false;
-    bool hurry_ = false;  // what is queued is to be written now
+    bool hurry_ = false;   // what is queued is to be written now
+    size_t expected_ = 0;  // credits that may wait and are not given yet
     std::vector<QueuedCredit> queue_;
     grpc::ByteBuffer current_;  // being written
 };

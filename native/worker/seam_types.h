@@ -20,9 +20,12 @@ class CreditSink {
     virtual ~CreditSink() = default;
     // Unique in the process.
     virtual uint64_t id() const = 0;
-    // Safe from any thread; does nothing once the stream is gone. A credit that `may_wait` goes with the next one that
-    // may not, or when a few have come together, or with flush(): every message takes time from those that compute.
+    // Safe from any thread; does nothing once the stream is gone. A credit that `may_wait` has been announced by
+    // expect(). It goes with the next one that may not, or when a few have come together, or with flush(): every
+    // message takes time from those that compute.
     virtual void give(uint64_t frame_no, int64_t arrived_us, v1::Refusal refused, bool may_wait) = 0;
+    virtual void expect() = 0;
+    // Writes what waits, and what is expected as soon as it is given.
     virtual void flush() = 0;
 };
 
@@ -50,9 +53,12 @@ class PendingCredit {
     void refuse(v1::Refusal refused) {
         refused_ = refused;
     }
-    // Nobody waits for it. Its stream has to be flushed some time.
+    // Nobody waits for it. Its stream has to be flushed after this.
     void let_wait() {
-        may_wait_ = true;
+        if (sink_ != nullptr && !may_wait_) {
+            may_wait_ = true;
+            sink_->expect();
+        }
     }
     void give() {
         if (auto sink = std::exchange(sink_, nullptr)) {

@@ -12,6 +12,9 @@
 namespace meshnet {
 namespace {
 
+// Rises when workers of before and after could not talk to each other on the seam.
+constexpr const char * seam_revision = "+seam:2";
+
 constexpr uint32_t max_hops = 1024;
 // Longest text or token list of one vocabulary call.
 constexpr size_t max_text_bytes = 8 << 20;
@@ -78,7 +81,7 @@ v1::DescribeResponse Worker::make_description() const {
     d.set_weight_bytes(model_.weight_bytes);
     d.set_kv_bytes(model_.kv_bytes);
     d.set_compute_bytes(model_.compute_bytes);
-    d.set_compatibility_id(model_.compatibility_id);
+    d.set_compatibility_id(model_.compatibility_id + seam_revision);
     d.set_build_id(model_.build_id);
     d.set_engine(model_.engine);
     d.set_max_step_tokens(rules_.max_step_tokens());
@@ -150,9 +153,9 @@ Refusal Worker::check_open(const v1::OpenRequest & request) const {
                     printable(request.artifact_digest()) + "'",
                 0, 0};
     }
-    if (request.compatibility_id() != model_.compatibility_id) {
+    if (request.compatibility_id() != description_.compatibility_id()) {
         return {v1::REFUSAL_WRONG_BUILD,
-                "this worker has compatibility id '" + model_.compatibility_id + "', not '" +
+                "this worker has compatibility id '" + description_.compatibility_id() + "', not '" +
                     printable(request.compatibility_id()) + "'",
                 0, 0};
     }

@@ -8,6 +8,8 @@ namespace meshnet {
 namespace {
 
 constexpr int64_t tick_interval_ms = 100;
+// So late a credit may come though all is well: those of decode frames wait for the tick.
+constexpr int64_t credit_grace_us = 2 * tick_interval_ms * 1000;
 // A neighbour that sends notices a broken stream by itself; whoever receives waits so long before it blames that one.
 constexpr int64_t inbound_grace_us = 1'000'000;
 
@@ -60,7 +62,7 @@ void Worker::tend(const SessionPtr & session, int64_t now, Effects & effects) {
             effects);
     } else if (s.inbound_lost_us > 0 && now - s.inbound_lost_us > inbound_grace_us && !s.failure.has_value()) {
         peer_lost(s, s.hop_index - 1, "its stream broke", effects);
-    } else if (waits_for_hop && now - s.waiting_since_us > s.step_timeout_us) {
+    } else if (waits_for_hop && now - s.waiting_since_us > s.step_timeout_us + credit_grace_us) {
         peer_lost(s, s.is_tail() ? 0 : s.hop_index + 1,
                   "no answer within " + std::to_string(s.step_timeout_us / 1000) + " ms", effects);
     } else if (waits_for_token && !waits_for_hop && !s.computing &&

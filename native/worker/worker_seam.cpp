@@ -255,7 +255,7 @@ void Worker::discard_inbox(Session & session, Effects & effects) {
 // Of a frame that came while all is well: the next one comes soon, and its credit with this one.
 void Worker::let_wait(PendingCredit & credit) {
     if (credit.sink() != nullptr) {
-        credit.let_wait();
+        credit.let_wait();  // before the stream is known to the housekeeping that flushes it
         waiting_credits_[credit.stream_id()] = credit.sink();
     }
 }

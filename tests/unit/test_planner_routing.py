@@ -102,10 +102,10 @@ def cost(
     kept = {shard.shard_id for shard in chain if keep.get(shard.shard_id) == shard.layers}
     time_us = 0
     for shard, offer in zip(chain, hops, strict=True):
-        prefill_mean_us = mean([o.prefill_us for o in kin if o.prefill_us] or [200.0])
-        decode_mean_us = mean([o.decode_us for o in kin if o.decode_us] or [1000.0])
-        work_us = request.prompt_tokens / speed(offer.prefill_us, offer.prefill_seen_us, prefill_mean_us)
-        work_us += request.answer_tokens / speed(offer.decode_us, offer.decode_seen_us, decode_mean_us)
+        prefill_mean = mean([1.0 / o.prefill_us for o in kin if o.prefill_us] or [1.0 / 200.0])
+        decode_mean = mean([1.0 / o.decode_us for o in kin if o.decode_us] or [1.0 / 1000.0])
+        work_us = request.prompt_tokens / speed(offer.prefill_us, offer.prefill_seen_us, prefill_mean)
+        work_us += request.answer_tokens / speed(offer.decode_us, offer.decode_seen_us, decode_mean)
         steps = request.answer_tokens + math.ceil(request.prompt_tokens / 64)
         work_us += 200.0 * steps / len(offer.shard.layers)
         time_us += len(shard.layers) * round(work_us * (1.0 + offer.busy * 4 + 0.05 * offer.recent))
@@ -122,10 +122,10 @@ def cost(
     )
 
 
-def speed(measured_us: float | None, seen_us: float, mean_us: float) -> float:
+def speed(measured_us: float | None, seen_us: float, mean_speed: float) -> float:
     """Of the measurement and of the mean, as tokens of a layer per microsecond, weighed by two seconds of doubt."""
     doubt = 1.0 if measured_us is None else 2e6 / (2e6 + seen_us)
-    return (0.0 if measured_us is None else (1.0 - doubt) / measured_us) + doubt * (1.0 / mean_us)
+    return (0.0 if measured_us is None else (1.0 - doubt) / measured_us) + doubt * mean_speed
 
 
 def link_between(giver: Offer, taker: Offer, links: Mapping[tuple[str, str], Link]) -> Link:

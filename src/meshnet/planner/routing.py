@@ -100,15 +100,15 @@ def _with_room(
     """Leaves out shards that are too small for the session, as long as a route remains."""
     wanted = request.capacity_tokens
     roomy = [offer for offer in usable if offer.capacity_tokens >= wanted] if wanted else usable
-    neutral_us = _neutral_us(usable)
-    found = _Search(roomy, request, keep, links, neutral_us).best()
+    neutral = _neutral_speeds(usable)
+    found = _Search(roomy, request, keep, links, neutral).best()
     if found is not None or len(roomy) == len(usable):
         return found
     # No route holds what is wanted: then the one that holds most.
     for capacity in sorted({offer.capacity_tokens for offer in usable}, reverse=True):
         if capacity < wanted:
             roomy = [offer for offer in usable if offer.capacity_tokens >= capacity]
-            found = _Search(roomy, request, keep, links, neutral_us).best()
+            found = _Search(roomy, request, keep, links, neutral).best()
             if found is not None:
                 return found
     return None
@@ -156,8 +156,8 @@ class _Search:
     request: RouteRequest
     keep: Mapping[str, LayerRange]
     links: Links
-    #: Prefill and decode cost of a shard that nobody has measured.
-    neutral_us: tuple[float, float]
+    #: Prefill and decode speed of a shard that nobody has measured.
+    neutral_speeds: tuple[float, float]
     entrances: _Entrances = field(default_factory=dict)
     #: How often a search was divided in two, in all.
     searches: list[int] = field(default_factory=lambda: [0])
@@ -192,7 +192,7 @@ class _Search:
     def _lanes(self) -> list[list[_Lane]]:
         """Lanes that may stand in one route together, in an order that does not depend on that of the offers."""
         prompt, answer = self.request.prompt_tokens, self.request.answer_tokens
-        prefill_speed, decode_speed = (1.0 / us for us in self.neutral_us)
+        prefill_speed, decode_speed = self.neutral_speeds
         steps_us = STEP_US * (answer + -(-prompt // CHUNK_TOKENS))
         linked = bool(self.links)
         singled_out = self.entrances.keys() | self.keep.keys()
@@ -316,13 +316,14 @@ def _cost(found: _Exit) -> int:
     return found.cost
 
 
-def _neutral_us(offers: Iterable[Offer]) -> tuple[float, float]:
-    """Prefill and decode cost of a shard that nobody has measured: the mean of those that somebody has."""
-    prefill = [offer.prefill_us for offer in offers if offer.prefill_us is not None]
-    decode = [offer.decode_us for offer in offers if offer.decode_us is not None]
+def _neutral_speeds(offers: Iterable[Offer]) -> tuple[float, float]:
+    """Prefill and decode speed of a shard that nobody has measured, in layers and tokens per microsecond: the mean of
+    those that somebody has. Of speeds and not of costs: who tells of a huge cost does not slow the others down."""
+    prefill = [1.0 / offer.prefill_us for offer in offers if offer.prefill_us is not None]
+    decode = [1.0 / offer.decode_us for offer in offers if offer.decode_us is not None]
     return (
-        sum(prefill) / len(prefill) if prefill else DEFAULT_PREFILL_US,
-        sum(decode) / len(decode) if decode else DEFAULT_DECODE_US,
+        sum(prefill) / len(prefill) if prefill else 1.0 / DEFAULT_PREFILL_US,
+        sum(decode) / len(decode) if decode else 1.0 / DEFAULT_DECODE_US,
     )
 
 
