@@ -95,12 +95,14 @@ async def in_rounds(
     say: Callable[[str], None],
     shown: Callable[[Timing], str] = _ms_per_token,
 ) -> dict[str, Series]:
-    """Measure every subject once per round, ``rounds`` times. A sample that others disturbed is repeated up to
-    ``retries`` times; the least disturbed one is kept."""
+    """Measure every subject once per round, ``rounds`` times, each round beginning with another one. A sample that
+    others disturbed is repeated up to ``retries`` times; the least disturbed one is kept."""
     kept: dict[str, list[Sample]] = {name: [] for name in subjects}
     discarded: dict[str, list[Sample]] = {name: [] for name in subjects}
+    order = list(subjects)
     for number in range(1, rounds + 1):
-        for name, measure in subjects.items():
+        for name in order:
+            measure = subjects[name]
             attempts: list[Sample] = []
             while not attempts or (attempts[-1].disturbed and len(attempts) <= retries and not patience.exhausted):
                 await patience.wait_until_quiet()
@@ -110,6 +112,7 @@ async def in_rounds(
             discarded[name] += [sample for sample in attempts if sample is not best]
             note = f", others took {best.others_share:.0%} of the machine" if best.disturbed else ""
             say(f"round {number}/{rounds}: {name}: {shown(best.timing)}{note}")
+        order = [*order[1:], *order[:1]]
     return {name: Series(tuple(kept[name]), tuple(discarded[name])) for name in subjects}
 
 
