@@ -1,11 +1,9 @@
 // Generations over workers in this process, on loopback: one, two and three hops.
+#include <grpc/support/cpu.h>
 #include <gtest/gtest.h>
 
-#include <thread>
-
-#include <grpc/support/cpu.h>
-
 #include <algorithm>
+#include <thread>
 
 #include "tests/worker_support.h"
 #include "worker/single_poller.h"
