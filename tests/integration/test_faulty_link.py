@@ -23,10 +23,11 @@ async def _echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 @asynccontextmanager
-async def link_to_echo() -> AsyncIterator[FaultyLink]:
+async def link_to_echo(*, delay_s: float = 0.0) -> AsyncIterator[FaultyLink]:
     server = await asyncio.start_server(_echo, "127.0.0.1", 0)
-    async with server, FaultyLink(f"127.0.0.1:{server.sockets[0].getsockname()[1]}") as link, asyncio.timeout(30):
-        yield link
+    async with server, FaultyLink(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", delay_s=delay_s) as link:
+        async with asyncio.timeout(30):
+            yield link
 
 
 async def connect(link: FaultyLink) -> Ends:
@@ -95,4 +96,16 @@ async def test_a_slow_link_delays_each_way_and_healing_frees_what_waits() -> Non
         assert not (await asyncio.wait([waiting], timeout=0.2))[0]
         link.heal()
         assert await waiting == b"stuck"
+        ends[1].close()
+
+
+async def test_a_link_that_is_slow_by_nature_heals_to_that() -> None:
+    async with link_to_echo(delay_s=0.1) as link:
+        ends = await connect(link)
+        for _ in ("new", "healed"):
+            began_s = time.monotonic()
+            assert await echoed(ends, b"slow") == b"slow"
+            assert time.monotonic() - began_s >= 0.2
+            link.slow(delay_s=3600)
+            link.heal()
         ends[1].close()

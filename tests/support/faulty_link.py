@@ -25,16 +25,18 @@ class Pace:
 class FaultyLink:
     """A proxy from a port of its own to ``target``. Use as an async context manager; ``address`` is known inside.
 
-    Faults hold until `heal`. All of them act on open connections and on new ones.
+    ``delay_s`` is how much later everything arrives when all is well. Faults hold until `heal`. All of them act on open
+    connections and on new ones.
     """
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, *, delay_s: float = 0.0) -> None:
         host, _, port = target.rpartition(":")
         self._target = host, int(port)
         self._server: asyncio.Server | None = None
         self._connections: set[_Connection] = set()
         self._refusing = False
-        self._pace = Pace()
+        self._well = Pace(delay_s)
+        self._pace = self._well
         self._flowing = asyncio.Event()
         self._flowing.set()
         self.address = ""
@@ -76,7 +78,7 @@ class FaultyLink:
     def heal(self) -> None:
         """Good as new. Connections that were cut stay cut."""
         self._refusing = False
-        self._pace = Pace()
+        self._pace = self._well
         self._flowing.set()
 
     async def pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

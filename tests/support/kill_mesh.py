@@ -348,11 +348,13 @@ async def kill_mesh(
     serve_options: Sequence[str] = (),
     node_options: Sequence[str] = ("--context", "1024", "--sessions", "4"),
     range_options: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    link_delay_s: float = 0.0,
 ) -> AsyncIterator[KillMesh]:
     """A whole mesh: ``replicas`` nodes for each of ``ranges``; with ``spares``, one only for ranges that are not in it.
 
     ``apart``: tracker and gateway are two processes;
-    ``range_options`` are for the nodes of one range, after ``node_options``.
+    ``range_options`` are for the nodes of one range, after ``node_options``;
+    ``link_delay_s``: how much later everything arrives that is sent to a worker, or comes back from it.
     """
     async with AsyncExitStack() as stack:
         started = await stack.enter_async_context(children(directory))
@@ -373,7 +375,7 @@ async def kill_mesh(
                     continue
                 options = (*node_options, *range_options.get(text, ()))
                 listen = f"127.0.0.1:{_free_port()}"
-                link = await stack.enter_async_context(FaultyLink(listen))
+                link = await stack.enter_async_context(FaultyLink(listen, delay_s=link_delay_s))
                 running.replicas.append(Replica(LayerRange.parse(text), number, link, listen, options))
         for replica in running.replicas:
             await running.start_replica(replica)
