@@ -1,8 +1,8 @@
 """Whole-model llama.cpp and its RPC backend, by llama.cpp's own benchmark from the unpatched tree.
 
 ``llama-bench`` loads the model, warms up, computes the prompt (up to the context position to measure from), and times
-the rest. It keeps a pool of threads that spin between tokens, does not sample, and has no client: the baseline is
-llama.cpp at its best.
+the rest. It keeps a pool of threads that spin between tokens, does not sample, and has no client. It
+maps the file, which is llama.cpp's default, unless it is told to have its memory as a shard worker has.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import asyncio
 import json
 import os
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from bench.samples import Timing
 from meshnet.errors import MeshnetError, UsageError
+from meshnet.node.worker import HUGE_PAGES
 
 BENCH = "llama-bench"
 RPC_SERVER = "ggml-rpc-server"
@@ -30,12 +31,26 @@ class LlamaBenchError(MeshnetError):
 
 
 class LlamaBench:
-    """``llama-bench`` for one model and number of threads, on this process's CPU or on RPC servers."""
+    """``llama-bench`` for one model and number of threads, on this process's CPU or on RPC servers.
 
-    def __init__(self, directory: Path, model: Path, threads: int, rpc_servers: Sequence[str] = ()) -> None:
+    ``huge_pages``: it copies the weights, and asks for huge pages, as a shard worker does; by default it maps the file.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        model: Path,
+        threads: int,
+        rpc_servers: Sequence[str] = (),
+        *,
+        huge_pages: bool = False,
+    ) -> None:
+        self._environment = dict([HUGE_PAGES]) if huge_pages else {}
         self._command = [str(binary(directory, BENCH)), "-m", str(model), "-t", str(threads), "-r", "1", "-o", "json"]
         if rpc_servers:
             self._command += ["--rpc", ",".join(rpc_servers), "-ngl", "99"]
+        if huge_pages:
+            self._command += ["--load-mode", "none"]
 
     async def decode(self, from_position: int, tokens: int) -> Timing:
         """Time ``tokens`` single-token steps after a context of ``from_position`` tokens."""
@@ -47,7 +62,7 @@ class LlamaBench:
         return await self._run(["-p", str(tokens), "-n", "0", "--no-warmup"], tokens)
 
     async def _run(self, arguments: Sequence[str], tokens: int) -> Timing:
-        output = await _output([*self._command, *arguments])
+        output = await _output([*self._command, *arguments], self._environment)
         try:
             (result,) = json.loads(output)
             return Timing(tokens=tokens, duration_us=result["avg_ns"] / 1000)
@@ -126,12 +141,13 @@ async def _accepts(port: int, process: asyncio.subprocess.Process) -> bool:
     return False
 
 
-async def _output(command: Sequence[str]) -> str:
+async def _output(command: Sequence[str], environment: Mapping[str, str]) -> str:
     process = await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, **environment},
     )
     try:
         async with asyncio.timeout(_TIMEOUT_S):

@@ -27,6 +27,7 @@ from meshnet.core import LayerRange
 from meshnet.engines.native import WorkerOptions, find_worker
 
 WHOLE = "whole-model llama.cpp"
+WHOLE_HUGE = "whole-model llama.cpp, huge pages"
 ONE_SHARD = "one-shard route"
 TWO_SHARD = "two-shard route"
 SERVED = "two-shard route behind the gateway"
@@ -35,6 +36,7 @@ ARTIFACTS = "artifacts"
 #: Names on the command line.
 SUBJECTS = {
     "whole": WHOLE,
+    "whole-huge": WHOLE_HUGE,
     "one-shard": ONE_SHARD,
     "two-shard": TWO_SHARD,
     "served": SERVED,
@@ -155,6 +157,8 @@ class _Bench:
         plan = self._plan
         if WHOLE in self._setting.subjects:
             self._add_llama_bench(decode, prefill, WHOLE, [], [])
+        if WHOLE_HUGE in self._setting.subjects:
+            self._add_llama_bench(decode, prefill, WHOLE_HUGE, [], [], huge_pages=True)
         for name, ranges in ((ONE_SHARD, [self._all]), (TWO_SHARD, self._halves)):
             if name in self._setting.subjects:
                 self._setting.say(f"starting: {name}")
@@ -255,10 +259,14 @@ class _Bench:
         name: str,
         decode_servers: Sequence[str],
         prefill_servers: Sequence[str],
+        *,
+        huge_pages: bool = False,
     ) -> None:
         plan, setting = self._plan, self._setting
-        fast = LlamaBench(setting.llama_cpp, setting.model, plan.decode_threads, decode_servers)
-        wide = LlamaBench(setting.llama_cpp, setting.model, plan.prefill_threads, prefill_servers)
+        fast = LlamaBench(setting.llama_cpp, setting.model, plan.decode_threads, decode_servers, huge_pages=huge_pages)
+        wide = LlamaBench(
+            setting.llama_cpp, setting.model, plan.prefill_threads, prefill_servers, huge_pages=huge_pages
+        )
 
         async def measure_decode() -> Timing:
             return await fast.decode(plan.decode_from, plan.decode_tokens)

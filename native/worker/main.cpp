@@ -139,6 +139,8 @@ int run(Flags flags) {
     if (flags.needs) {
         return report_needs(flags.engine);
     }
+    // A copy can lie in huge pages, and nobody can cut it short while it is used. To describe it needs none.
+    flags.engine.weights_mmap = flags.describe;
     const auto make_engine = flags.engine_kind == "test" ? make_test_engine : make_llama_engine;
     std::unique_ptr<ShardEngine> engine;
     const auto loaded = make_engine(flags.engine, engine);
@@ -152,6 +154,7 @@ int run(Flags flags) {
     }
     EngineConfig part = flags.engine;
     part.find_cuts = false;
+    part.weights_mmap = true;  // a session waits for it, and it may soon go again
     const auto load_part = [make_engine, part](LayerRange layers, std::unique_ptr<ShardEngine> & loaded_part) mutable {
         part.layers = layers;
         return make_engine(part, loaded_part);

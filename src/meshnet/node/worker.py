@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 MAX_LINE_BYTES = 8 << 20
 #: Lines of standard error kept for the message if the worker dies.
 TAIL_LINES = 20
+#: Large blocks of memory in huge pages where the system offers them (glibc 2.35): every token goes through all weights.
+HUGE_PAGES = ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
 #: Not the worker's business.
 WITHHELD = ("MESHNET_API_KEY", "MESHNET_JOIN_TOKEN")
 
@@ -88,6 +90,7 @@ class Worker:
             artifact_digest=plan.artifact_digest,
         )
         inherited = {name: value for name, value in os.environ.items() if name not in WITHHELD}
+        inherited.setdefault(*HUGE_PAGES)
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
