@@ -68,6 +68,19 @@ def test_room_in_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free
     assert doctor.check_store().level == level
 
 
+def test_huge_pages(tmp_path: Path) -> None:
+    enabled = tmp_path / "enabled"
+    assert doctor.check_pages(enabled).level == doctor.WARN
+    for text, level in (
+        ("always [madvise] never\n", doctor.OK),
+        ("[always] madvise never\n", doctor.OK),
+        ("always madvise [never]\n", doctor.WARN),
+        ("", doctor.WARN),
+    ):
+        enabled.write_text(text)
+        assert doctor.check_pages(enabled).level == level
+
+
 def test_a_store_under_home_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESHNET_STORE", "/home/someone/models")
     check = doctor.check_store()

@@ -29,6 +29,8 @@ MIN_FREE_BYTES = 1 << 30
 COMFORTABLE_FREE_BYTES = 10 << 30
 COMFORTABLE_MEMORY_BYTES = 2 << 30
 
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
 OK, WARN, FAIL = "ok", "warn", "fail"
 
 
@@ -57,6 +59,7 @@ def doctor(
         check_store,
         check_identity,
         check_memory,
+        check_pages,
         check_cores,
         lambda: check_port(port),
     ]
@@ -158,6 +161,19 @@ def check_memory() -> Check:
     if available_bytes < COMFORTABLE_MEMORY_BYTES:
         return Check(WARN, "memory", found, "serve few layers or a small --context")
     return Check(OK, "memory", found)
+
+
+def check_pages(path: Path = HUGE_PAGES) -> Check:
+    """Whether the worker can have huge pages (docs/decisions/0007)."""
+    try:
+        told = re.search(r"\[(\w+)]", path.read_text())
+    except OSError:
+        told = None
+    if told is None:
+        return Check(WARN, "pages", "this system has no huge pages", "every token takes longer")
+    if told[1] == "never":
+        return Check(WARN, "pages", "huge pages: never", f"write madvise to {path}: every token takes longer without")
+    return Check(OK, "pages", f"huge pages: {told[1]}")
 
 
 def check_cores() -> Check:
