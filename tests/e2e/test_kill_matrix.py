@@ -29,6 +29,8 @@ THIRDS = ("0:2", "2:4", "4:6")
 
 #: A near network's, in all that goes to a worker. A tiny model's answer is else over before anybody can break it.
 LINK_DELAY_S = 0.003
+#: A fault that finds the answer complete is tried again.
+ATTEMPTS = 3
 #: How much later everything arrives on a link that is only slow.
 SLOW_IN_TIME_S = 0.03
 #: SmolLM2 computes some tens of tokens a second beside other work.
@@ -101,7 +103,7 @@ async def slow_is_not_lost(killer: Killer) -> None:
 async def one_after_the_other(killer: Killer) -> None:
     """Head, middle and tail of the route as it is then, each after some more tokens."""
     # Long enough that an answer does not end while it is asked who computes it.
-    question = replace(Case("crash", "head", "decode", "seeded", True, 0.0, 2).question(killer.sizes), max_tokens=300)
+    question = replace(Case("crash", "head", "decode", "seeded", True, 0.0, 2).question(killer.sizes), max_tokens=600)
     undisturbed = await killer.undisturbed(question)
     after_tokens = (10, 80, 160)
     killed: list[str] = []
@@ -124,6 +126,7 @@ async def one_after_the_other(killer: Killer) -> None:
 async def the_next_before_the_first_is_mended(killer: Killer) -> None:
     """The tail dies while the history is computed again because the middle did."""
     question = Case("crash", "middle", "prefill", "greedy", True, 0.9, 2).question(killer.sizes)
+    question = replace(question, max_tokens=300)
     undisturbed = await killer.undisturbed(question)
     asking = asyncio.create_task(killer.mesh.ask(question))
     try:
@@ -178,8 +181,11 @@ async def test_without_a_spare_the_cause_is_told_in_time(tmp_path: Path) -> None
         killer = Killer(mesh)
         for case in cases:
             await killer.undisturbed(case.question(killer.sizes))
-            outcome = await killer.run(case, lasting=True)
-            print(outcome, outcome.answer.error, flush=True)
+            for _ in range(ATTEMPTS):
+                outcome = await killer.run(case, lasting=True)
+                print(outcome, outcome.answer.error, flush=True)
+                if outcome.tokens_before is not None:
+                    break
             assert outcome.tokens_before is not None, f"{told_seed()}: {case} came too late"
             await killer.check_failed(outcome, deadline_s=FAILED_WITHIN_S)
             await mesh.mend()

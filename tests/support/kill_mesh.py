@@ -211,8 +211,9 @@ class KillMesh(Mesh):
                         await on_text(len(answer.tokens))
 
     async def worker_status(self, replica: Replica) -> pb.StatusResponse:
-        """Asked of the worker itself, past the link."""
-        return await self.pool.worker(replica.listen, shard_id=replica.shard_id).status(timeout_s=2.0)
+        """Asked of the worker itself, past the link. Of one that is not there, without waiting for it."""
+        worker = self.pool.worker(replica.listen, shard_id=replica.shard_id)
+        return await worker.status(wait_for_ready=False, timeout_s=2.0)
 
     async def route(self) -> list[Replica]:
         """The replicas on the route of the only generation that runs, head first, as soon as all are open.
