@@ -143,7 +143,7 @@ async def test_a_healthy_machine_passes_the_doctor(tmp_path: Path) -> None:
     ran = await run("doctor", env=environment(tmp_path))
     assert ran.code == 0, ran
     levels = {line.split()[1]: line.split()[0] for line in ran.out.splitlines()}
-    assert set(levels) == {"python", "worker", "store", "identity", "memory", "cores", "port"}
+    assert set(levels) == {"python", "worker", "store", "identity", "memory", "pages", "cores", "port"}
     assert levels["python"] == levels["worker"] == "ok"
     assert ", build " in ran.out
 
