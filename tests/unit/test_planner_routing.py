@@ -100,18 +100,18 @@ def cost(
     kin = [offer for offer in offered if offer.shard.model == "tiny"]
     hops = [by_id[shard.shard_id] for shard in chain]
     kept = {shard.shard_id for shard in chain if keep.get(shard.shard_id) == shard.layers}
+    steps_us = 200.0 * (request.answer_tokens + math.ceil(request.prompt_tokens / 64))
     time_us = 0
     for shard, offer in zip(chain, hops, strict=True):
         prefill_mean = mean([1.0 / o.prefill_us for o in kin if o.prefill_us] or [1.0 / 200.0])
         decode_mean = mean([1.0 / o.decode_us for o in kin if o.decode_us] or [1.0 / 1000.0])
         work_us = request.prompt_tokens / speed(offer.prefill_us, offer.prefill_seen_us, prefill_mean)
         work_us += request.answer_tokens / speed(offer.decode_us, offer.decode_seen_us, decode_mean)
-        steps = request.answer_tokens + math.ceil(request.prompt_tokens / 64)
-        work_us += 200.0 * steps / len(offer.shard.layers)
-        time_us += len(shard.layers) * round(work_us * (1.0 + offer.busy * 4 + 0.05 * offer.recent))
+        waits = offer.busy * 4 + 0.05 * offer.recent
+        time_us += len(shard.layers) * round(work_us * (1.0 + waits) + steps_us / len(offer.shard.layers) * waits)
     for giver, taker in pairwise(hops):
         link = link_between(giver, taker, links)
-        time_us += 1 + round(500.0 * link.rtt_ms * (request.answer_tokens + 1))
+        time_us += 1 + round(steps_us + 500.0 * link.rtt_ms * (request.answer_tokens + 1))
     back = link_between(hops[-1], hops[0], links)
     time_us += round(500.0 * back.rtt_ms * request.answer_tokens)
     return (
@@ -371,6 +371,34 @@ def test_a_part_of_an_overlapping_shard_is_used() -> None:
     route = choose_route("tiny", map(Offer, shards))
     assert [shard.shard_id for shard in route.shards] == ["a", "b"]
     assert route.shards[0].layers.end == route.shards[1].layers.start in (3, 4, 5)
+
+
+def test_replicas_do_not_divide_a_range_because_one_link_looks_shorter() -> None:
+    # Round trips on one machine, most of which is when a thread got its core.
+    offered = [
+        Offer(
+            make_shard(name, layers, n_layer=6, cuts=[cut]),
+            node_id=name,
+            prefill_us=us,
+            decode_us=10 * us,
+        )
+        for name, layers, cut, us in (
+            ("near-to-tail", "0:2", 1, 10.0),
+            ("near-to-middle", "0:2", 1, 10.5),
+            ("middle", "2:4", 3, 10.0),
+            ("tail", "4:6", 5, 10.0),
+        )
+    ]
+    names = [offer.node_id for offer in offered]
+    links = {(giver, taker): Link(0.04, 100e6) for giver in names for taker in names if giver != taker}
+    links["near-to-tail", "middle"] = links["tail", "near-to-middle"] = Link(0.35, 100e6)
+    request = RouteRequest(prompt_tokens=24, answer_tokens=96)
+    route = choose_route("tiny", offered, request=request, links=links)
+    assert len(route.shards) == 3
+    # Where links really differ, a hop more is worth its time.
+    links["near-to-tail", "middle"] = links["tail", "near-to-middle"] = Link(20.0, 100e6)
+    route = choose_route("tiny", offered, request=request, links=links)
+    assert [str(shard.layers) for shard in route.shards] == ["0:1", "1:2", "2:4", "4:6"]
 
 
 def test_a_broken_route_keeps_what_survives() -> None:

@@ -2,9 +2,10 @@
 
 The cost of a route is the time that the request is predicted to take on it, in whole microseconds:
 
-* per hop, its layers times (prompt tokens x prefill cost + answer tokens x decode cost) and what every step takes
-  beside them, times one plus the sessions that it already serves. Prefill counts as work, as if chunks did not
-  overlap: what overlaps is work all the same.
+* per hop, its layers times (prompt tokens x prefill cost + answer tokens x decode cost), and what every step takes
+  beside them; times one plus the sessions that it already serves. Prefill counts as work, as if chunks did not
+  overlap: what overlaps is work all the same. A hop that serves a part of its shard waits for that part of what its
+  sessions' steps take beside the layers, and takes all of that for its own: else one more hop would be nearly free.
 * per seam, half a round trip for every step and the boundary's bytes; and the ring's way back from tail to head.
 
 Before time come, in this order: room for the session's tokens, layers that a broken route computed already and that
@@ -20,6 +21,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from heapq import nsmallest
 from types import MappingProxyType
 from typing import NamedTuple
@@ -193,7 +195,7 @@ class _Search:
         """Lanes that may stand in one route together, in an order that does not depend on that of the offers."""
         prompt, answer = self.request.prompt_tokens, self.request.answer_tokens
         prefill_speed, decode_speed = self.neutral_speeds
-        steps_us = STEP_US * (answer + -(-prompt // CHUNK_TOKENS))
+        steps_us = self._steps_us
         linked = bool(self.links)
         singled_out = self.entrances.keys() | self.keep.keys()
         groups: dict[Shape | tuple[Shape, str], list[tuple[int, int, float, str, Offer]]] = {}
@@ -201,8 +203,8 @@ class _Search:
             shard_id = offer.shard_id
             work_us = prompt / (offer.prefill_known + offer.prefill_doubt * prefill_speed)
             work_us += answer / (offer.decode_known + offer.decode_doubt * decode_speed)
-            work_us += steps_us / offer.n_layers
-            rate_us = round(work_us * offer.slowdown)
+            # Beside those of its own session, which `_seam_us` has.
+            rate_us = round(work_us * offer.slowdown + steps_us / offer.n_layers * (offer.slowdown - 1.0))
             if rate_us > _MAX_RATE_US:
                 rate_us = _MAX_RATE_US
             ranked = (_FULL if offer.full else 0, rate_us, offer.recent, shard_id, offer)
@@ -295,13 +297,19 @@ class _Search:
                     inside[number] = _Entry(cost, layer, before)
         return found
 
+    @cached_property
+    def _steps_us(self) -> float:
+        """What all steps of the request take at a hop beside its layers. The head's is the same on every route."""
+        return STEP_US * (self.request.answer_tokens + -(-self.request.prompt_tokens // CHUNK_TOKENS))
+
     def _seam_us(self, giver: str | None, taker: str | None, cut_bytes: int) -> int:
-        """All steps and bytes of the request over one seam. At least 1: of equal routes the shorter one is better."""
+        """All steps and bytes of the request over one seam, and what the steps take at the hop behind it. At least 1:
+        of equal routes the shorter one is better."""
         link = self._link(giver, taker)
         steps = self.request.answer_tokens + 1
         n_bytes = cut_bytes * (self.request.prompt_tokens + self.request.answer_tokens)
         bytes_per_s = link.bytes_per_s or DEFAULT_LINK.bytes_per_s or 1.0
-        return 1 + round(500.0 * link.rtt_ms * steps + 1e6 * n_bytes / bytes_per_s)
+        return 1 + round(self._steps_us + 500.0 * link.rtt_ms * steps + 1e6 * n_bytes / bytes_per_s)
 
     def _way_back_us(self, tail: str | None, head: str | None) -> int:
         return round(500.0 * self._link(tail, head).rtt_ms * self.request.answer_tokens)
