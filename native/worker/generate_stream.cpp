@@ -1,5 +1,7 @@
 #include "worker/generate_stream.h"
 
+#include "worker/message.h"
+
 namespace meshnet {
 namespace {
 
@@ -9,15 +11,18 @@ constexpr size_t max_queued_events = 64;
 }  // namespace
 
 GenerateStream * GenerateStream::start(Worker & worker, grpc::CallbackServerContext & context,
-                                       const v1::GenerateRequest & request) {
+                                       grpc::ByteBuffer & bytes) {
+    v1::GenerateRequest request;
+    Refusal refusal = read_message(bytes, request);
     auto stream = std::make_shared<GenerateStream>(worker, request.ticket().session_id());
     {
         std::lock_guard lock(stream->mutex_);
         stream->self_ = stream;
     }
-    Refusal refusal;
     try {
-        refusal = worker.generate(request, stream);
+        if (!refusal.refused()) {
+            refusal = worker.generate(request, stream);
+        }
     } catch (const std::exception & error) {
         worker.cancel(stream->session_id_, stream.get());
         refusal = {v1::REFUSAL_ENGINE_FAILURE, std::string("cannot start the generation: ") + error.what(), 0, 0};
@@ -92,7 +97,7 @@ void GenerateStream::write_next() {
     if (writing_ || finished_ || queue_.empty()) {
         return;
     }
-    current_ = std::move(queue_.front());
+    current_ = to_bytes(queue_.front());
     queue_.pop_front();
     queued_events_ = queue_.size();
     writing_ = true;

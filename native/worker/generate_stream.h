@@ -13,11 +13,10 @@
 
 namespace meshnet {
 
-class GenerateStream final : public grpc::ServerWriteReactor<v1::GenerateEvent>, public EventSink {
+class GenerateStream final : public grpc::ServerWriteReactor<grpc::ByteBuffer>, public EventSink {
   public:
     // Starts the generation, or refuses the call. The reactor owns itself until gRPC is done with it.
-    static GenerateStream * start(Worker & worker, grpc::CallbackServerContext & context,
-                                  const v1::GenerateRequest & request);
+    static GenerateStream * start(Worker & worker, grpc::CallbackServerContext & context, grpc::ByteBuffer & bytes);
 
     GenerateStream(Worker & worker, std::string session_id);
 
@@ -42,7 +41,7 @@ class GenerateStream final : public grpc::ServerWriteReactor<v1::GenerateEvent>,
     std::deque<v1::GenerateEvent> queue_;
     // Size of queue_: the engine thread asks for it while a network thread writes.
     std::atomic<size_t> queued_events_{0};
-    v1::GenerateEvent current_;  // being written
+    grpc::ByteBuffer current_;  // being written
     bool writing_ = false;
     bool ended_ = false;  // the last event is queued or written
     bool cancelled_ = false;

@@ -6,6 +6,7 @@
 
 #include "meshnet/v1/shard.grpc.pb.h"
 #include "worker/clock.h"
+#include "worker/message.h"
 
 namespace meshnet {
 namespace {
@@ -73,9 +74,8 @@ class InboundStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
         v1::SeamFrame frame;
         Refusal refusal;
         try {
-            if (!grpc::SerializationTraits<v1::SeamFrame>::Deserialize(&message_, &frame).ok()) {
-                refusal = bad_request("a message on the seam is not a SeamFrame");
-            } else {
+            refusal = read_message(message_, frame);
+            if (!refusal.refused()) {
                 PendingCredit credit(self(), frame.frame_no(), arrived_us);
                 refusal = receiver_.on_frame(std::move(credit), std::move(frame), bytes);
             }
@@ -156,10 +156,7 @@ class InboundStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
         queue_.clear();
         hurry_ = hurry_ && expected_ > 0;  // else a flush would miss what was announced before it
         writing_ = true;
-        bool own_buffer = false;
-        current_.Clear();
-        // It cannot fail: a buffer of memory takes every message.
-        static_cast<void>(grpc::SerializationTraits<v1::SeamCredits>::Serialize(credits, &current_, &own_buffer).ok());
+        current_ = to_bytes(credits);
         StartWrite(&current_);
     }
 
