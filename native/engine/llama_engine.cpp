@@ -406,7 +406,8 @@ Status LlamaEngine::load(const EngineConfig & config) {
     globals.push_back(nullptr);
 
     llama_model_params model_params = llama_model_default_params();
-    model_params.load_mode = config.weights_mmap ? LLAMA_LOAD_MODE_MMAP : LLAMA_LOAD_MODE_NONE;
+    const bool copies = description_.weight_bytes <= config.most_copied_bytes;
+    model_params.load_mode = copies ? LLAMA_LOAD_MODE_NONE : LLAMA_LOAD_MODE_MMAP;
     model_params.progress_callback = [](float, void *) { return true; };
     if (!description_.is_head() || !description_.is_tail()) {
         model_params.shard_start = description_.layers.start;

@@ -88,10 +88,10 @@ struct EngineConfig {
     std::string kv_type_k = "f16";   // ggml type names
     std::string kv_type_v = "f16";
     bool flash_attention = true;
-    bool weights_mmap = true;      // false: a copy of the engine's own
-    uint32_t rollback_tokens = 0;  // recurrent-state snapshots kept for rollback
-    uint32_t step_outputs = 16;    // most logits rows of one execute()
-    bool find_cuts = true;         // describe() tells legal and illegal cuts, which takes a dry run for each layer
+    uint64_t most_copied_bytes = 0;  // weights up to this are copied; more than that are mapped from the file
+    uint32_t rollback_tokens = 0;    // recurrent-state snapshots kept for rollback
+    uint32_t step_outputs = 16;      // most logits rows of one execute()
+    bool find_cuts = true;           // describe() tells legal and illegal cuts, which takes a dry run for each layer
 };
 
 struct EngineDescription {

@@ -1,4 +1,6 @@
 // Several sessions on one route: together in one batch, in turns, and one after the other in the same slot.
+#include <limits>
+
 #include "parity/engine_fixture.h"
 
 namespace meshnet::parity {
@@ -101,7 +103,7 @@ TEST_P(Batches, ASlotTakenAgainIsLikeNew) {
 // Split is whole under other settings of the engine, too.
 TEST_P(Batches, OtherSettings) {
     std::vector<EngineConfig> configs(3, tiny_config(GetParam()));
-    configs[0].weights_mmap = false;
+    configs[0].most_copied_bytes = std::numeric_limits<uint64_t>::max();
     configs[1].kv_type_k = "q8_0";
     configs[1].kv_type_v = "q8_0";
     configs[2].flash_attention = false;
@@ -119,6 +121,20 @@ TEST_P(Batches, OtherSettings) {
         ASSERT_OK(generate(split_, generation, found));
         EXPECT_EQ(first_difference(expected, found), -1);
     }
+}
+
+// Weights are copied where they fit, and else left in the file.
+TEST_P(Batches, CopiesAsMuchAsItMay) {
+    EngineConfig config = tiny_config(GetParam());
+    ASSERT_OK(whole_.load(config, {}));
+    const uint64_t weight_bytes = describe(whole_).weight_bytes;
+    EXPECT_LT(describe(whole_).copied_bytes, weight_bytes);
+    config.most_copied_bytes = weight_bytes - 1;
+    ASSERT_OK(whole_.load(config, {}));
+    EXPECT_LT(describe(whole_).copied_bytes, weight_bytes);
+    config.most_copied_bytes = weight_bytes;
+    ASSERT_OK(whole_.load(config, {}));
+    EXPECT_GE(describe(whole_).copied_bytes, weight_bytes);
 }
 
 INSTANTIATE_TEST_SUITE_P(Models, Batches, testing::Values("llama", "deepseek4", "glm-dsa", "qwen35", "qwen35moe"),

@@ -12,6 +12,7 @@
 
 #include "worker/flags.h"
 #include "worker/log.h"
+#include "worker/memory.h"
 #include "worker/service.h"
 #include "worker/worker.h"
 
@@ -140,7 +141,8 @@ int run(Flags flags) {
         return report_needs(flags.engine);
     }
     // A copy can lie in huge pages, and nobody can cut it short while it is used. To describe it needs none.
-    flags.engine.weights_mmap = flags.describe;
+    // What is mapped instead, because memory is short, the system reads again and again; but it runs.
+    flags.engine.most_copied_bytes = flags.describe ? 0 : free_memory_bytes() / 4 * 3;
     const auto make_engine = flags.engine_kind == "test" ? make_test_engine : make_llama_engine;
     std::unique_ptr<ShardEngine> engine;
     const auto loaded = make_engine(flags.engine, engine);
@@ -154,7 +156,7 @@ int run(Flags flags) {
     }
     EngineConfig part = flags.engine;
     part.find_cuts = false;
-    part.weights_mmap = true;  // a session waits for it, and it may soon go again
+    part.most_copied_bytes = 0;  // a session waits for it, and it may soon go again
     const auto load_part = [make_engine, part](LayerRange layers, std::unique_ptr<ShardEngine> & loaded_part) mutable {
         part.layers = layers;
         return make_engine(part, loaded_part);
