@@ -180,6 +180,42 @@ class Route(Noun):
         return min(MAX_SESSION_TOKENS, *(shard.session_capacity_tokens for shard in self.shards))
 
 
+class HopSteps(Noun):
+    """How many tokens a hop of a route computes in one step at most."""
+
+    layers: LayerRange
+    max_step_tokens: Annotated[int, Field(ge=1)]
+
+
+class Continuation(Noun):
+    """What a route must have in common with the one that it takes over from, so that an answer goes on with the tokens
+    that it would have had: the weights, what computes with them, and on the same layers steps of the same size, which a
+    windowed cache's own size follows."""
+
+    artifact_digest: Digest
+    compatibility_id: Digest
+    hops: Annotated[tuple[HopSteps, ...], Field(min_length=1, max_length=1024)]
+
+    @classmethod
+    def of(cls, route: Route) -> Continuation:
+        """Of an answer that began on ``route``."""
+        head = route.shards[0]
+        hops = (HopSteps(layers=shard.layers, max_step_tokens=shard.max_step_tokens) for shard in route.shards)
+        return cls(artifact_digest=head.artifact_digest, compatibility_id=head.compatibility_id, hops=tuple(hops))
+
+    def fits(self, shard: Shard) -> bool:
+        """Whether the answer may go on with any of this shard's layers."""
+        return (
+            shard.artifact_digest == self.artifact_digest
+            and shard.compatibility_id == self.compatibility_id
+            and all(
+                shard.max_step_tokens == hop.max_step_tokens
+                for hop in self.hops
+                if hop.layers.start < shard.layers.end and shard.layers.start < hop.layers.end
+            )
+        )
+
+
 class Ticket(Noun):
     """Permission to use one worker for one session; see ``Ticket`` in shard.proto."""
 
@@ -209,6 +245,8 @@ class RouteSession(Noun):
     tickets: tuple[Ticket, ...]
     #: Of a repaired route: its shards that were not part of the one before.
     replacements: tuple[Replacement, ...] = ()
+    #: The tracker gives up a session that is not renewed for so long; None if it does not say.
+    lease_s: Annotated[float, Field(gt=0)] | None = None
 
     @model_validator(mode="after")
     def _ticket_per_hop(self) -> RouteSession:
@@ -333,16 +371,20 @@ class RouteSource(Protocol):
         avoid_shards: Sequence[str] = (),
         prompt_tokens: int | None = None,
         answer_tokens: int | None = None,
+        continuing: Continuation | None = None,
     ) -> RouteSession:
         """Choose a route for ``model`` (avoiding shards that just refused or failed) and ticket every hop.
 
         The token counts are guesses that the choice may use: the prompt is tokenized only later, by the head.
+        ``continuing``: for the rest of an answer that another route began.
         """
         ...
 
-    async def repair_session(self, session_id: str, *, epoch: int, lost_shards: Sequence[str]) -> RouteSession:
+    async def repair_session(
+        self, session_id: str, *, epoch: int, lost_shards: Sequence[str], continuing: Continuation | None = None
+    ) -> RouteSession:
         """A route for the same session with a raised epoch, without ``lost_shards``, that keeps as many as it can of
-        the other shards and their ranges. ``epoch`` is the one that broke.
+        the other shards and their ranges. ``epoch`` is the one that broke; ``continuing`` as in `open_session`.
 
         Raises:
             NoRoute: nothing can take the place of what is lost, now; it may later.

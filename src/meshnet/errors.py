@@ -32,6 +32,11 @@ class MeshnetError(Exception):
     """Base of every error that Meshnet raises on purpose."""
 
 
+def for_the_log(error: BaseException) -> str:
+    """An error's message with its notes, which are not for API clients."""
+    return "; ".join([str(error), *getattr(error, "__notes__", ())])
+
+
 class UsageError(MeshnetError):
     """Bad input from a person."""
 

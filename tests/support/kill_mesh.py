@@ -375,7 +375,7 @@ async def kill_mesh(
                 if number and spares is not None and text not in spares:
                     continue
                 options = (*node_options, *range_options.get(text, ()))
-                listen = f"127.0.0.1:{_free_port()}"
+                listen = f"127.0.0.1:{free_port()}"
                 link = await stack.enter_async_context(FaultyLink(listen, delay_s=link_delay_s))
                 running.replicas.append(Replica(LayerRange.parse(text), number, link, listen, options))
         for replica in running.replicas:
@@ -390,7 +390,7 @@ def connected(url: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=url, headers=headers, timeout=ANSWER_TIMEOUT_S, trust_env=False)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

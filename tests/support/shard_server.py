@@ -57,6 +57,9 @@ class ShardServer:
     open_refusal: pb.RefusalDetail | None = None
     #: Open waits for this.
     open_gate: asyncio.Event | None = None
+    artifact_digest: str = "sha256:tiny"
+    compatibility_id: str = "test"
+    max_step_tokens: int = 64
     #: So many Close calls get no answer.
     deaf_closes: int = 0
     #: Where to listen; by default any free port.
@@ -118,7 +121,7 @@ class ShardServer:
         start, end = self.layers
         return pb.DescribeResponse(
             shard_id=self.shard_id,
-            artifact_digest="sha256:tiny",
+            artifact_digest=self.artifact_digest,
             architecture="test",
             model_name="test model",
             n_layer=self.n_layer,
@@ -129,10 +132,10 @@ class ShardServer:
             boundary_out=_boundary(end < self.n_layer),
             session_capacity_tokens=self.session_tokens,
             session_slots=self.slots,
-            compatibility_id="test",
+            compatibility_id=self.compatibility_id,
             build_id="test build",
             engine="test",
-            max_step_tokens=64,
+            max_step_tokens=self.max_step_tokens,
             chunk_tokens=32,
             can_rollback=True,
             chat_template=self.chat_template,

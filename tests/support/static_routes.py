@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from meshnet.core import FinishCause, HopWork, Route, RouteSession, ServedModel, Shard
+from meshnet.core import Continuation, FinishCause, HopWork, Route, RouteSession, ServedModel, Shard
 from meshnet.errors import NoRoute, SessionLost, UnknownModel
 from meshnet.rpc.tickets import make_ticket
 
@@ -27,6 +27,8 @@ class StaticRoutes:
     avoided: list[tuple[str, ...]] = field(default_factory=list)
     #: ``lost_shards`` of each repair.
     repaired: list[tuple[str, ...]] = field(default_factory=list)
+    #: Told of every session.
+    lease_s: float | None = None
     #: What the hops of ended sessions did.
     work: list[HopWork] = field(default_factory=list)
     #: Sessions that were renewed.
@@ -53,6 +55,7 @@ class StaticRoutes:
         avoid_shards: Sequence[str] = (),
         prompt_tokens: int | None = None,
         answer_tokens: int | None = None,
+        continuing: Continuation | None = None,
     ) -> RouteSession:
         self.avoided.append(tuple(avoid_shards))
         if model not in {shard.model for shard in self.shards}:
@@ -64,7 +67,9 @@ class StaticRoutes:
         self.open_sessions.add(session_id)
         return self._ticketed(session_id, 1, route)
 
-    async def repair_session(self, session_id: str, *, epoch: int, lost_shards: Sequence[str]) -> RouteSession:
+    async def repair_session(
+        self, session_id: str, *, epoch: int, lost_shards: Sequence[str], continuing: Continuation | None = None
+    ) -> RouteSession:
         self.repaired.append(tuple(lost_shards))
         if session_id not in self.open_sessions or self._epochs[session_id][0] != epoch:
             raise SessionLost("no such session, or not its epoch")
@@ -97,6 +102,7 @@ class StaticRoutes:
                 make_ticket(self.worker_keys.get(shard.shard_id, b""), session_id, epoch, shard.shard_id, expires)
                 for shard in route.shards
             ),
+            lease_s=self.lease_s,
         )
 
     def _routes(self, model: str, avoid: Sequence[str]) -> Iterator[Route]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from meshnet.core import FinishCause, RouteSession
-from meshnet.errors import HopLost, HopRefused, SessionLost, TrackerUnavailable
+from meshnet.errors import HopLost, HopRefused, SessionLost, TrackerUnavailable, UnknownModel
 from meshnet.gateway.generation import Generation
 from meshnet.rpc.generated import shard_pb2 as pb
 from tests.support.gateway_server import until
@@ -222,6 +222,84 @@ async def test_a_tracker_that_forgot_the_session_opens_another() -> None:
             (1, "head"),
             (1, "spare-tail"),
         ]
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+@pytest.mark.parametrize("unlike", [{"artifact_digest": "sha256:other"}, {"compatibility_id": "other"}])
+async def test_no_answer_goes_on_with_something_else(unlike: dict[str, Any], forgets: bool) -> None:
+    class Careless(StaticRoutes):
+        """Names shards by their model's name alone."""
+
+        async def repair_session(self, session_id: str, **wanted: Any) -> RouteSession:
+            if forgets:
+                raise SessionLost("never heard of it")
+            return await super().repair_session(session_id, **wanted)
+
+    gone = failed(pb.REFUSAL_PEER_LOST, "gone", hop_index=0, shard_id="whole")
+    whole = ShardServer(shard_id="whole", script=[b"h", gone])
+    other = ShardServer(shard_id="other", script=[b"x"], **unlike)
+    async with mesh(whole, routes=Careless(()), repair_timeout_s=0.3) as (generations, routes):
+        async with other, generations.start(request()) as generation:
+            assert (await generation.next_token()) is not None
+            routes.shards = (*routes.shards, other.shard)
+            with pytest.raises(HopLost, match="computes something else"):
+                await pieces(generation)
+        assert not other.opened
+
+
+@pytest.mark.parametrize("max_step_tokens", [16, 128])
+async def test_steps_of_a_repaired_route_are_of_the_same_size(max_step_tokens: int) -> None:
+    head, tail, _, spare_tail = thirds([b"h", tail_lost()])
+    spare_tail.max_step_tokens = max_step_tokens
+    async with mesh(head, tail, spare_tail, repair_timeout_s=0.3) as (generations, _):
+        with pytest.raises(HopLost, match="computes something else"):
+            await run(generations)
+        assert not spare_tail.opened
+
+
+async def test_slots_of_a_session_that_the_tracker_forgot_are_free_before_the_next_is_opened() -> None:
+    class Forgetful(StaticRoutes):
+        async def repair_session(self, session_id: str, **wanted: Any) -> RouteSession:
+            self.open_sessions.discard(session_id)
+            raise SessionLost("never heard of it")
+
+        async def open_session(self, model: str, **wanted: Any) -> RouteSession:
+            assert not head.sessions
+            return await super().open_session(model, **wanted)
+
+    head, tail, _, spare_tail = thirds([b"h", tail_lost()])
+    async with mesh(head, tail, spare_tail, routes=Forgetful(())) as (generations, _):
+        assert len((await run(generations)).telemetry.repairs) == 1
+
+
+async def test_a_tracker_that_forgot_the_model_is_asked_again() -> None:
+    class Empty(StaticRoutes):
+        n_asked = 0
+
+        async def repair_session(self, session_id: str, **wanted: Any) -> RouteSession:
+            raise SessionLost("never heard of it")
+
+        async def open_session(self, model: str, **wanted: Any) -> RouteSession:
+            self.n_asked += 1
+            if 1 < self.n_asked < 4:
+                raise UnknownModel("no node has offered any model yet")
+            return await super().open_session(model, **wanted)
+
+    head, tail, _, spare_tail = thirds([b"h", tail_lost()])
+    async with mesh(head, tail, spare_tail, routes=Empty(()), repair_timeout_s=20.0) as (generations, _):
+        assert len((await run(generations)).telemetry.repairs) == 1
+
+
+async def test_sessions_are_renewed_often_enough_for_their_lease() -> None:
+    gate = asyncio.Event()
+    async with (
+        mesh(ShardServer(script=[b"a", gate]), routes=StaticRoutes((), lease_s=0.06)) as (generations, routes),
+        generations.start(request()) as generation,
+    ):
+        await generation.next_token()
+        await until(lambda: len(routes.renewed) >= 3, "renewed")
+        gate.set()
+        await pieces(generation)
 
 
 async def test_sessions_are_renewed_while_they_run() -> None:

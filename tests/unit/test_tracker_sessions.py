@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-from meshnet.core import FinishCause, RouteSession, RouteSource
+from meshnet.core import Continuation, FinishCause, RouteSession, RouteSource
 from meshnet.errors import NoRoute, SessionLost, TrackerUnavailable, UnknownModel
 from meshnet.tracker.database import Database, sqlite_url
 from meshnet.tracker.messages import Departure, ShardLoad
@@ -182,6 +182,27 @@ async def test_a_repair_never_changes_the_model_file(mesh: SessionMesh) -> None:
     await mesh.offer(advertise(make_shard("w", "0:8")), advertise(make_shard("v", "0:8", artifact="sha256:bb")))
     with pytest.raises(NoRoute):
         await mesh.sessions.repair_session(session.session_id, epoch=1, lost_shards=["w"])
+
+
+async def test_an_answer_goes_on_where_the_same_is_computed_in_the_same_steps(mesh: SessionMesh) -> None:
+    await mesh.offer(advertise(make_shard("w", "0:8")))
+    session = await mesh.sessions.open_session("tiny")
+    continuing = Continuation.of(session.route)
+    steps = session.route.shards[0].max_step_tokens
+    unlike = [make_shard("v", "0:8", build="build-2"), make_shard("u", "0:8", artifact="sha256:bb")]
+    for name, tokens in (("s", steps // 2), ("t", 2 * steps)):
+        unlike.append(make_shard(name, "0:8").model_copy(update={"max_step_tokens": tokens}))
+    await mesh.offer(*map(advertise, unlike))
+    for _ in range(2):
+        with pytest.raises(NoRoute):
+            await mesh.sessions.repair_session(session.session_id, epoch=1, lost_shards=["w"], continuing=continuing)
+        with pytest.raises(NoRoute):
+            await mesh.sessions.open_session("tiny", continuing=continuing)
+    await mesh.offer(*map(advertise, [*unlike, make_shard("like", "0:8")]))
+    repaired = await mesh.sessions.repair_session(session.session_id, epoch=1, lost_shards=["w"], continuing=continuing)
+    assert [shard.shard_id for shard in repaired.route.shards] == ["like"]
+    opened = await mesh.sessions.open_session("tiny", continuing=continuing)
+    assert [shard.shard_id for shard in opened.route.shards] == ["like"]
 
 
 async def test_a_repair_needs_the_last_epoch_of_an_open_session(mesh: SessionMesh) -> None:

@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meshnet.core import RouteSource, ServedModel
-from meshnet.errors import MeshnetError, NotAuthorized, UnknownModel
+from meshnet.errors import MeshnetError, NotAuthorized, UnknownModel, for_the_log
 from meshnet.gateway.answers import complete, stream
 from meshnet.gateway.failures import BodyTooLarge, BodyTooSlow, Failure, failure_of
 from meshnet.gateway.generations import Generations
@@ -207,7 +207,10 @@ def _failure(error: Exception, metrics: GatewayMetrics) -> Failure:
     failure = failure_of(error)
     metrics.errors.labels(failure.code).inc()
     if failure.status >= 500:
-        _log.error("%s: %s", failure.code, error, exc_info=error)
+        # What is raised on purpose needs no traceback.
+        _log.error(
+            "%s: %s", failure.code, for_the_log(error), exc_info=None if isinstance(error, MeshnetError) else error
+        )
     return failure
 
 

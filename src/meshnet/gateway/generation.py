@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshnet.core import FinishCause, RepairTelemetry, Route, Telemetry
-from meshnet.errors import BadParameter, DeadlineExceeded, HopLost, HopRefused, PromptTooLong, RepairFailed
+from meshnet.errors import (
+    BadParameter,
+    DeadlineExceeded,
+    HopLost,
+    HopRefused,
+    PromptTooLong,
+    RepairFailed,
+    for_the_log,
+)
 from meshnet.gateway.background import Background
 from meshnet.gateway.ends import SessionEnd
 from meshnet.gateway.hops import RouteHops
@@ -111,6 +119,11 @@ class Generation:
     @property
     def session_id(self) -> str:
         return self._leg.hops.session.session_id
+
+    @property
+    def lease_s(self) -> float | None:
+        """How long the tracker keeps the session without being told that it is still wanted."""
+        return self._leg.hops.session.lease_s
 
     @property
     def telemetry(self) -> Telemetry:
@@ -328,7 +341,7 @@ class Generation:
         if found is Verdict.FATAL or len(self._repairs) >= self._settings.repair_attempts:
             raise error
         (self._lost if found is Verdict.LOST else self._doubted).add(error.shard_id)
-        _log.warning("%s; repairing the route", error, exc_info=error if isinstance(error, HopLost) else None)
+        _log.warning("%s; repairing the route", for_the_log(error))
         try:
             repaired = await self._repairer.repair(
                 broken,
@@ -367,11 +380,6 @@ class Generation:
         for hops, hop in repaired.dropped:
             unawaited = frozenset(self._lost)
             self._dropping.append(self._background.run(hops.close([hop], unawaited=unawaited)))
-        # Shards that compute fewer tokens at once change the steps: what is cached then ends in the middle of one.
-        chunk = min(self._chunk_tokens, *(hop.shard.max_step_tokens for hop in repaired.leg.hops.hops))
-        if chunk != self._chunk_tokens:
-            self._chunk_tokens = chunk
-            self._leg.resume_at = [0] * len(self._leg.resume_at)
 
     def _note_refill(self, now_s: float) -> None:
         if self._refill_from_s is not None:

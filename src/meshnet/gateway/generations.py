@@ -21,6 +21,7 @@ from meshnet.errors import (
     Overloaded,
     RouteError,
     TrackerUnavailable,
+    for_the_log,
 )
 from meshnet.gateway.background import Background
 from meshnet.gateway.ends import SessionEnd, SessionEnds
@@ -118,8 +119,7 @@ class Generations:
                 return generation
             except (HopRefused, HopLost) as error:
                 await generation.abort(error)
-                # A refusal is told whole by its message; under load there are many.
-                _log.warning("%s; trying another route", error, exc_info=error if isinstance(error, HopLost) else None)
+                _log.warning("%s; trying another route", for_the_log(error))
                 refusals.append(error)
             except BaseException as error:
                 await generation.abort(error)
@@ -163,7 +163,7 @@ class Generations:
     async def _renew(self) -> None:
         """Tell the tracker from time to time which sessions are still wanted; ends when none is left."""
         while True:
-            await asyncio.sleep(self.settings.renew_s)
+            await asyncio.sleep(self._renew_s())
             wanted = [generation.session_id for generation in self._running]
             if not wanted:
                 return
@@ -175,6 +175,11 @@ class Generations:
                 continue
             if unknown:
                 _log.warning("the tracker does not know %d running sessions any more; they go on", len(unknown))
+
+    def _renew_s(self) -> float:
+        """Three times in the shortest lease at least."""
+        leases_s = [generation.lease_s for generation in self._running if generation.lease_s is not None]
+        return min([self.settings.renew_s, *(lease_s / 3 for lease_s in leases_s)])
 
     async def _description(self, head: Hop) -> pb.DescribeResponse:
         """Vocabulary facts and chat template of the route's artifact."""

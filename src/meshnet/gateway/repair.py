@@ -8,7 +8,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from meshnet.core import FinishCause, Replacement, RouteSession, RouteSource
+from meshnet.core import Continuation, FinishCause, Replacement, Route, RouteSession, RouteSource
 from meshnet.errors import (
     HopLost,
     HopRefused,
@@ -18,6 +18,7 @@ from meshnet.errors import (
     RepairFailed,
     SessionLost,
     TrackerUnavailable,
+    UnknownModel,
 )
 from meshnet.gateway.background import Background
 from meshnet.gateway.ends import SessionEnd, SessionEnds
@@ -87,7 +88,7 @@ class Repairer:
         Raises:
             RepairFailed: no route could be had in time.
         """
-        repair = _Repair(broken, lost, self._settings)
+        repair = _Repair(broken, lost, self._settings, Continuation.of(broken.hops.session.route))
         try:
             repaired = await self._try_until(repair, tokens, last_step, capacity_tokens, can_rollback, deadline_s)
         except BaseException:
@@ -118,9 +119,8 @@ class Repairer:
         session = repair.broken.hops.session
         while True:
             try:
-                session = await self._route(session, repair.avoid, deadline_s)
-                if session.session_id != repair.broken.hops.session.session_id:
-                    repair.sessions.add(session.session_id)
+                session = await self._route(session, repair, deadline_s)
+                repair.check(session.route)
             except (NoRoute, Overloaded, TrackerUnavailable) as error:
                 trouble: MeshnetError = error
                 repair.full.clear()
@@ -151,26 +151,40 @@ class Repairer:
                         self._background.run(other.touch(hop))
             await asyncio.sleep(min(self._settings.repair_poll_s, deadline_s - now_s))
 
-    async def _route(self, session: RouteSession, avoid: Sequence[str], deadline_s: float) -> RouteSession:
+    async def _route(self, session: RouteSession, repair: _Repair, deadline_s: float) -> RouteSession:
         timeout_s = min(self._settings.call_timeout_s, max(0.1, deadline_s - time.monotonic()))
         try:
             async with asyncio.timeout(timeout_s):
-                try:
-                    return await self._routes.repair_session(session.session_id, epoch=session.epoch, lost_shards=avoid)
-                except SessionLost as error:
-                    # Everything can be computed again under another id.
-                    _log.warning("%s; opening another session for the rest of the answer", error)
-                    return await self._routes.open_session(session.route.shards[0].model, avoid_shards=avoid)
+                return await self._routes.repair_session(
+                    session.session_id, epoch=session.epoch, lost_shards=repair.avoid, continuing=repair.continuing
+                )
+        except SessionLost as error:
+            # Everything can be computed again under another id.
+            _log.warning("%s; opening another session for the rest of the answer", error)
         except TimeoutError as error:
             raise TrackerUnavailable(f"the tracker chose no route within {timeout_s:g} s") from error
+        # Which shares nothing with the one before. That one's slots may be all there are.
+        await repair.free()
+        try:
+            async with asyncio.timeout(timeout_s):
+                opened = await self._routes.open_session(
+                    session.route.shards[0].model, avoid_shards=repair.avoid, continuing=repair.continuing
+                )
+        except UnknownModel as error:
+            raise NoRoute(f"the tracker has no node of this model now: {error}") from error
+        except TimeoutError as error:
+            raise TrackerUnavailable(f"the tracker chose no route within {timeout_s:g} s") from error
+        repair.sessions.add(opened.session_id)
+        return opened
 
 
 class _Repair:
     """One repair: which shards are out of the question, and who may hold the session."""
 
-    def __init__(self, broken: Leg, lost: set[str], settings: GatewaySettings) -> None:
+    def __init__(self, broken: Leg, lost: set[str], settings: GatewaySettings, continuing: Continuation) -> None:
         self.broken = broken
         self.lost = lost
+        self.continuing = continuing
         #: Shards without a free slot when they were asked.
         self.full: set[str] = set()
         #: Opened because the tracker had lost the one before.
@@ -182,6 +196,25 @@ class _Repair:
     @property
     def avoid(self) -> list[str]:
         return sorted(self.lost | self.full)
+
+    def check(self, route: Route) -> None:
+        """Whatever a tracker says, an answer does not go on with other weights.
+
+        Raises:
+            NoRoute: it would, on this route.
+        """
+        unlike = next((shard for shard in route.shards if not self.continuing.fits(shard)), None)
+        if unlike is not None:
+            raise NoRoute(
+                f"shard {unlike.shard_id} cannot go on with the answer: it computes something else than the one before"
+            )
+
+    async def free(self) -> None:
+        """Have the session freed wherever it may still be held. Lost shards are told later."""
+        held = {holder: held for holder, held in self.holding.items() if held[1].shard_id not in self.lost}
+        for holder in held:
+            del self.holding[holder]
+        await asyncio.gather(*(hops.close([hop]) for hops, hop in held.values()))
 
     async def open(self, hops: RouteHops, capacity_tokens: int) -> list[pb.OpenResponse] | HopRefused | HopLost:
         """Open every hop; what each said, or the first refusal. Those that refused are avoided from now on."""

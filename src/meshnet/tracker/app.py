@@ -89,7 +89,9 @@ def other_calls(tracker: Tracker, join_token: str) -> FastAPI:
     async def repair_session(session_id: SessionIdPath, request: Request) -> Response:
         broken = parse(RepairSession, await _body(request))
         return _json(
-            await tracker.sessions.repair_session(session_id, epoch=broken.epoch, lost_shards=broken.lost_shards)
+            await tracker.sessions.repair_session(
+                session_id, epoch=broken.epoch, lost_shards=broken.lost_shards, continuing=broken.continuing
+            )
         )
 
     # One at a time: reading a large one takes many times its size in memory.

@@ -13,7 +13,7 @@ import httpx
 from pydantic import ValidationError
 
 from meshnet.artifact.bundle import Bundle
-from meshnet.core import FinishCause, HopWork, Noun, RouteSession, ServedModel
+from meshnet.core import Continuation, FinishCause, HopWork, Noun, RouteSession, ServedModel
 from meshnet.errors import (
     ArtifactError,
     IdentityRefused,
@@ -118,6 +118,7 @@ class TrackerClient:
         avoid_shards: Sequence[str] = (),
         prompt_tokens: int | None = None,
         answer_tokens: int | None = None,
+        continuing: Continuation | None = None,
     ) -> RouteSession:
         """Raises ``UnknownModel`` or ``NoRoute``."""
         try:
@@ -126,14 +127,17 @@ class TrackerClient:
                 avoid_shards=tuple(avoid_shards),
                 prompt_tokens=prompt_tokens,
                 answer_tokens=answer_tokens,
+                continuing=continuing,
             )
         except ValidationError:
             raise UnknownModel(f"model {model[:200]!r} is not known", param="model") from None
         return _read(RouteSession, await self._call("POST", "/sessions", wanted))
 
-    async def repair_session(self, session_id: str, *, epoch: int, lost_shards: Sequence[str]) -> RouteSession:
+    async def repair_session(
+        self, session_id: str, *, epoch: int, lost_shards: Sequence[str], continuing: Continuation | None = None
+    ) -> RouteSession:
         """Raises ``NoRoute`` or ``SessionLost``."""
-        broken = RepairSession(epoch=epoch, lost_shards=tuple(lost_shards))
+        broken = RepairSession(epoch=epoch, lost_shards=tuple(lost_shards), continuing=continuing)
         return _read(RouteSession, await self._call("POST", f"/sessions/{session_id}/repair", broken))
 
     async def renew_sessions(self, session_ids: Sequence[str]) -> Sequence[str]:

@@ -101,6 +101,7 @@ class HotCalls:
             avoid_shards=wanted.avoid_shards,
             prompt_tokens=wanted.prompt_tokens,
             answer_tokens=wanted.answer_tokens,
+            continuing=wanted.continuing,
         )
 
     async def _close_session(self, session_id: str, body: bytes) -> None:

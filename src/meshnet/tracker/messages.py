@@ -10,7 +10,18 @@ from typing import Annotated, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
-from meshnet.core import Address, Digest, FinishCause, HopWork, LayerRange, Name, Noun, ServedModel, Shard
+from meshnet.core import (
+    Address,
+    Continuation,
+    Digest,
+    FinishCause,
+    HopWork,
+    LayerRange,
+    Name,
+    Noun,
+    ServedModel,
+    Shard,
+)
 from meshnet.errors import RequestError
 
 #: Of the Meshnet that runs here.
@@ -212,6 +223,7 @@ class OpenSession(Noun):
     avoid_shards: Annotated[tuple[Name, ...], Field(max_length=1000)] = ()
     prompt_tokens: Count | None = None
     answer_tokens: Count | None = None
+    continuing: Continuation | None = None
 
 
 class RepairSession(Noun):
@@ -219,6 +231,7 @@ class RepairSession(Noun):
 
     epoch: Epoch
     lost_shards: Annotated[tuple[Name, ...], Field(max_length=1000)]
+    continuing: Continuation | None = None
 
 
 class RenewSessions(Noun):

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from meshnet.core import FinishCause, HopWork, LayerRange, Route, RouteSession, ServedModel
+from meshnet.core import Continuation, FinishCause, HopWork, LayerRange, Route, RouteSession, ServedModel
 from meshnet.errors import NoRoute, SessionLost, UnknownModel
 from meshnet.planner.offers import DEFAULT_ANSWER_TOKENS, DEFAULT_PROMPT_TOKENS, Offer, RouteRequest
 from meshnet.planner.routing import NOTHING_KEPT, choose_route
@@ -97,6 +97,7 @@ class Sessions:
         avoid_shards: Collection[str] = (),
         prompt_tokens: int | None = None,
         answer_tokens: int | None = None,
+        continuing: Continuation | None = None,
     ) -> RouteSession:
         """Choose a route and sign one ticket per hop. Shards that others just lost are used only if need be.
 
@@ -109,7 +110,7 @@ class Sessions:
         if model not in known:
             told = f"known models: {', '.join(known)}" if known else "no node has offered any model yet"
             raise UnknownModel(f"model {model!r} is not known; {told}", param="model")
-        offers = self._market.offers(model)
+        offers = _fitting(self._market.offers(model), continuing)
         route = self._choose(model, offers, _request(prompt_tokens, answer_tokens), avoid_shards)
         opened_unix_s = int(self._clock())
         opened = OpenSession(
@@ -130,9 +131,11 @@ class Sessions:
         except Exception:
             self._open.remove(opened.session_id)
             raise
-        return _ticketed(opened, route, keys)
+        return self._ticketed(opened, route, keys)
 
-    async def repair_session(self, session_id: str, *, epoch: int, lost_shards: Collection[str]) -> RouteSession:
+    async def repair_session(
+        self, session_id: str, *, epoch: int, lost_shards: Collection[str], continuing: Continuation | None = None
+    ) -> RouteSession:
         """A route with the next epoch, without ``lost_shards``, that keeps what it can of the last one.
 
         The lost shards are suspect for a few seconds: other sessions avoid them too, as long as there is another way.
@@ -150,7 +153,8 @@ class Sessions:
         after(SessionState.OPEN, SessionEvent.REPAIRED)
         self._open.suspect(lost_shards, now_s + self._settings.suspect_s)
         session.renewed_s = now_s
-        offers = self._market.offers(session.model, artifact_digest=session.artifact_digest)
+        digest = session.artifact_digest
+        offers = _fitting(self._market.offers(session.model, artifact_digest=digest), continuing)
         keep = {hop.shard_id: hop.layers for hop in session.hops if hop.shard_id not in lost_shards}
         # What the session was opened for still has to fit.
         capacity = min((hop.capacity_tokens for hop in session.hops), default=0)
@@ -160,7 +164,8 @@ class Sessions:
         except NoRoute:
             try:
                 # Sessions that wait for this hold the slots that the probe of a new shard would need.
-                offers = self._market.offers(session.model, artifact_digest=session.artifact_digest, for_repair=True)
+                offers = self._market.offers(session.model, artifact_digest=digest, for_repair=True)
+                offers = _fitting(offers, continuing)
                 route = self._choose(session.model, offers, request, lost_shards, keep)
             except NoRoute:
                 self.unrepairable(lost_shards)
@@ -183,7 +188,7 @@ class Sessions:
         if not self._is_at(session, next_epoch):
             raise SessionLost("the session was closed, or repaired again, while it was repaired")
         log.info("session repaired: epoch %d, lost %s", next_epoch, ", ".join(sorted(lost_shards)) or "nothing")
-        return _ticketed(session, route, keys).model_copy(update={"replacements": tuple(new)})
+        return self._ticketed(session, route, keys).model_copy(update={"replacements": tuple(new)})
 
     async def renew_sessions(self, session_ids: Collection[str]) -> Sequence[str]:
         """These are still wanted; returns those that are not open (any more)."""
@@ -306,6 +311,24 @@ class Sessions:
     def _keys(self, route: Route) -> dict[str, bytes]:
         return {shard.shard_id: self._market.worker_key(shard.shard_id) for shard in route.shards}
 
+    def _ticketed(self, session: OpenSession, route: Route, keys: Mapping[str, bytes]) -> RouteSession:
+        return RouteSession(
+            session_id=session.session_id,
+            epoch=session.epoch,
+            route=route,
+            tickets=tuple(
+                make_ticket(
+                    keys[shard.shard_id],
+                    session.session_id,
+                    session.epoch,
+                    shard.shard_id,
+                    session.expires_unix_s,
+                )
+                for shard in route.shards
+            ),
+            lease_s=self._settings.session_lease_s,
+        )
+
 
 def _request(prompt_tokens: int | None, answer_tokens: int | None) -> RouteRequest:
     prompt = DEFAULT_PROMPT_TOKENS if prompt_tokens is None else prompt_tokens
@@ -315,19 +338,5 @@ def _request(prompt_tokens: int | None, answer_tokens: int | None) -> RouteReque
     return RouteRequest(prompt_tokens=prompt, answer_tokens=answer, capacity_tokens=wanted)
 
 
-def _ticketed(session: OpenSession, route: Route, keys: Mapping[str, bytes]) -> RouteSession:
-    return RouteSession(
-        session_id=session.session_id,
-        epoch=session.epoch,
-        route=route,
-        tickets=tuple(
-            make_ticket(
-                keys[shard.shard_id],
-                session.session_id,
-                session.epoch,
-                shard.shard_id,
-                session.expires_unix_s,
-            )
-            for shard in route.shards
-        ),
-    )
+def _fitting(offers: Sequence[Offer], continuing: Continuation | None) -> Sequence[Offer]:
+    return offers if continuing is None else [offer for offer in offers if continuing.fits(offer.shard)]
