@@ -85,6 +85,15 @@ def test_speeds_are_per_layer_and_token(capsys: pytest.CaptureFixture[str]) -> N
     assert len(re.findall(r"n1/b", text)) == 1
 
 
+def test_a_name_of_two_artifacts_is_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:
+    told = mesh(shard("n1/a"))
+    assert "artifacts" not in shown(told, capsys)
+    other = told.models[0].model_copy(update={"artifact_digest": "sha256:" + "ab" * 32})
+    text = shown(told.model_copy(update={"models": (*told.models, other)}), capsys)
+    assert re.search(r"tiny +abababab +8", text)
+    assert "tiny is the name of 2 artifacts, and a request gets any of them; give one another --model-name" in text
+
+
 def test_what_no_mesh_has_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(mesh(shard("n1/a")), capsys)
     for title in ("Measured", "Getting ready", "Assigned", "Links"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -51,6 +52,8 @@ def _show(told: TrackerStatus) -> None:
         if made.row_count:
             out.print(made)
     out.print(_models(told))
+    for line in shared_name_lines(told):
+        out.print(line)
     out.print(f"Sessions: {told.open_sessions} open, {told.closed_sessions} closed in the last day")
 
 
@@ -61,6 +64,16 @@ def not_ready_lines(told: TrackerStatus) -> list[str]:
         for node in told.nodes
         for shard in node.shards
         if not shard.ready
+    ]
+
+
+def shared_name_lines(told: TrackerStatus) -> list[str]:
+    """A line per name that more than one artifact goes by."""
+    counted = Counter(model.model for model in told.models)
+    return [
+        f"{name} is the name of {n} artifacts, and a request gets any of them; give one another --model-name"
+        for name, n in sorted(counted.items())
+        if n > 1
     ]
 
 
@@ -195,10 +208,11 @@ def _models(told: TrackerStatus) -> Table:
 
     return table(
         "Models",
-        ("model", "layers", "served", "missing layers", "why"),
+        ("model", "artifact", "layers", "served", "missing layers", "why"),
         [
             (
                 model.model,
+                model.artifact_digest.removeprefix("sha256:")[:8],
                 str(model.n_layer),
                 "yes" if model.routable else "no",
                 ", ".join(map(str, model.gaps)),
