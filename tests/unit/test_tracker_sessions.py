@@ -194,9 +194,9 @@ async def test_an_answer_goes_on_where_the_same_is_computed_in_the_same_steps(me
         unlike.append(make_shard(name, "0:8").model_copy(update={"max_step_tokens": tokens}))
     await mesh.offer(*map(advertise, unlike))
     for _ in range(2):
-        with pytest.raises(NoRoute):
+        with pytest.raises(NoRoute, match="ready shards of that name compute something else"):
             await mesh.sessions.repair_session(session.session_id, epoch=1, lost_shards=["w"], continuing=continuing)
-        with pytest.raises(NoRoute):
+        with pytest.raises(NoRoute, match="ready shards of that name compute something else"):
             await mesh.sessions.open_session("tiny", continuing=continuing)
     await mesh.offer(*map(advertise, [*unlike, make_shard("like", "0:8")]))
     repaired = await mesh.sessions.repair_session(session.session_id, epoch=1, lost_shards=["w"], continuing=continuing)

@@ -110,8 +110,8 @@ class Sessions:
         if model not in known:
             told = f"known models: {', '.join(known)}" if known else "no node has offered any model yet"
             raise UnknownModel(f"model {model!r} is not known; {told}", param="model")
-        offers = _fitting(self._market.offers(model), continuing)
-        route = self._choose(model, offers, _request(prompt_tokens, answer_tokens), avoid_shards)
+        request = _request(prompt_tokens, answer_tokens)
+        route = self._choose(model, self._market.offers(model), request, avoid_shards, continuing=continuing)
         opened_unix_s = int(self._clock())
         opened = OpenSession(
             session_id=secrets.token_hex(16),
@@ -154,19 +154,18 @@ class Sessions:
         self._open.suspect(lost_shards, now_s + self._settings.suspect_s)
         session.renewed_s = now_s
         digest = session.artifact_digest
-        offers = _fitting(self._market.offers(session.model, artifact_digest=digest), continuing)
+        offers = self._market.offers(session.model, artifact_digest=digest)
         keep = {hop.shard_id: hop.layers for hop in session.hops if hop.shard_id not in lost_shards}
         # What the session was opened for still has to fit.
         capacity = min((hop.capacity_tokens for hop in session.hops), default=0)
         request = RouteRequest(capacity_tokens=capacity)
         try:
-            route = self._choose(session.model, offers, request, lost_shards, keep)
+            route = self._choose(session.model, offers, request, lost_shards, keep, continuing)
         except NoRoute:
             try:
                 # Sessions that wait for this hold the slots that the probe of a new shard would need.
                 offers = self._market.offers(session.model, artifact_digest=digest, for_repair=True)
-                offers = _fitting(offers, continuing)
-                route = self._choose(session.model, offers, request, lost_shards, keep)
+                route = self._choose(session.model, offers, request, lost_shards, keep, continuing)
             except NoRoute:
                 self.unrepairable(lost_shards)
                 raise
@@ -291,6 +290,24 @@ class Sessions:
         request: RouteRequest,
         avoid: Collection[str],
         keep: Mapping[str, LayerRange] = NOTHING_KEPT,
+        continuing: Continuation | None = None,
+    ) -> Route:
+        alike = offers if continuing is None else [offer for offer in offers if continuing.fits(offer.shard)]
+        try:
+            return self._choose_alike(model, alike, request, avoid, keep)
+        except NoRoute as error:
+            if len(alike) == len(offers):
+                raise
+            unlike = len(offers) - len(alike)
+            raise NoRoute(f"{error} ({unlike} ready shards of that name compute something else)") from error
+
+    def _choose_alike(
+        self,
+        model: str,
+        offers: Sequence[Offer],
+        request: RouteRequest,
+        avoid: Collection[str],
+        keep: Mapping[str, LayerRange],
     ) -> Route:
         avoided = frozenset(avoid)
         links = self._market.links()
@@ -336,7 +353,3 @@ def _request(prompt_tokens: int | None, answer_tokens: int | None) -> RouteReque
     # A wish for room only where somebody has said how much is needed.
     wanted = (prompt_tokens or 0) + (answer_tokens or 0)
     return RouteRequest(prompt_tokens=prompt, answer_tokens=answer, capacity_tokens=wanted)
-
-
-def _fitting(offers: Sequence[Offer], continuing: Continuation | None) -> Sequence[Offer]:
-    return offers if continuing is None else [offer for offer in offers if continuing.fits(offer.shard)]
