@@ -81,7 +81,10 @@ TEST(Messages, BrokenBytesAreRefused) {
     const std::string inner_cut =
         field(v1::SeamFrame::kStepFieldNumber, varint(v1::StepFrame::kBoundaryFieldNumber << 3 | 2) +
                                                    varint(large_bytes + 1) + std::string(large_bytes, '\0'));
-    for (const auto & bytes : {cut, inner_cut, std::string("\xff\xff\xff"), std::string(large_bytes, '\xff'),
+    const std::string beyond = field(v1::SeamFrame::kStepFieldNumber,
+                                     varint(v1::StepFrame::kBoundaryFieldNumber << 3 | 2) + varint(large_bytes)) +
+                               std::string(large_bytes, '\0');
+    for (const auto & bytes : {cut, inner_cut, beyond, std::string("\xff\xff\xff"), std::string(large_bytes, '\xff'),
                                std::string(large_bytes, '\x0b')}) {
         EXPECT_EQ(refused<v1::SeamFrame>(bytes), "a message is not a SeamFrame");
     }

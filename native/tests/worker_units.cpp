@@ -380,6 +380,10 @@ TEST_F(FrameRulesTest, RefusesSamplingOutOfRange) {
         [&](auto & p) { p.set_logprobs(22); },
         [&](auto & p) { (*p.mutable_logit_bias())[258] = 1; },
         [&](auto & p) { (*p.mutable_logit_bias())[1] = nan; },
+        // As a newer peer might send it: too much to travel on.
+        [&](auto & p) {
+            p.GetReflection()->MutableUnknownFields(&p)->AddLengthDelimited(1000, std::string(300'000, 'x'));
+        },
     };
     v1::SamplingParams plain;
     EXPECT_FALSE(rules.check_sampling(plain).refused());

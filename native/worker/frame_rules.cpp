@@ -13,6 +13,8 @@ namespace {
 // Room for everything in a frame but boundary data and tokens: ids, names, shapes, sampling parameters.
 constexpr uint64_t frame_overhead_bytes = 1 << 20;
 constexpr uint64_t token_bytes = 4 + 5;  // the token, and its index in sample_at
+// Sampling parameters travel on in a frame, beside its other small parts (max_small_parts_bytes).
+constexpr size_t max_sampling_bytes = 256 << 10;
 
 Refusal out_of_range(const char * name, const char * range) {
     return bad_request(std::string("sampling.") + name + " must be " + range);
@@ -103,6 +105,10 @@ Refusal FrameRules::check_boundary(const v1::StepFrame & frame) const {
 }
 
 Refusal FrameRules::check_sampling(const v1::SamplingParams & params) const {
+    if (const size_t bytes = params.ByteSizeLong(); bytes > max_sampling_bytes) {
+        return {v1::REFUSAL_BAD_REQUEST, "the sampling parameters, biases included, take too many bytes", bytes,
+                max_sampling_bytes};
+    }
     // Written so that a NaN fails every test.
     const auto within = [](float value, float low, float high) { return value >= low && value <= high; };
     if (!within(params.temperature(), 0.0f, 100.0f)) {

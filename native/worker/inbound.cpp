@@ -75,6 +75,7 @@ class InboundStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
         Refusal refusal;
         try {
             refusal = read_message(message_, frame);
+            message_.Clear();
             if (!refusal.refused()) {
                 PendingCredit credit(self(), frame.frame_no(), arrived_us);
                 refusal = receiver_.on_frame(std::move(credit), std::move(frame), bytes);

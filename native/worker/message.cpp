@@ -50,6 +50,10 @@ class SmallParts {
             return false;
         }
         if (field->cpp_type() == FieldDescriptor::CPPTYPE_MESSAGE) {
+            // A limit beyond the one around it would be cut to that silently.
+            if (const int left = input_.BytesUntilLimit(); left >= 0 && length > left) {
+                return false;
+            }
             const auto outer = input_.PushLimit(length);
             const bool walked = walk(*field->message_type()) && input_.BytesUntilLimit() == 0;
             input_.PopLimit(outer);

@@ -215,6 +215,18 @@ class Continuation(Noun):
             )
         )
 
+    def fitting(self, shard: Shard) -> Shard | None:
+        """The shard, or the part of it that takes over from one hop alone, if that fits; None if nothing does."""
+        if self.fits(shard):
+            return shard
+        if (shard.artifact_digest, shard.compatibility_id) != (self.artifact_digest, self.compatibility_id):
+            return None
+        places = {shard.layers.start, shard.layers.end, *(cut.layer for cut in shard.cuts)}
+        for hop in self.hops:
+            if {hop.layers.start, hop.layers.end} <= places and self.fits(part := shard.part(hop.layers)):
+                return part
+        return None
+
 
 class Ticket(Noun):
     """Permission to use one worker for one session; see ``Ticket`` in shard.proto."""

@@ -242,7 +242,7 @@ async def test_no_answer_goes_on_with_something_else(unlike: dict[str, Any], for
         async with other, generations.start(request()) as generation:
             assert (await generation.next_token()) is not None
             routes.shards = (*routes.shards, other.shard)
-            with pytest.raises(HopLost, match="computes something else"):
+            with pytest.raises(HopLost, match="no other route was found"):
                 await pieces(generation)
         assert not other.opened
 
@@ -252,7 +252,7 @@ async def test_steps_of_a_repaired_route_are_of_the_same_size(max_step_tokens: i
     head, tail, _, spare_tail = thirds([b"h", tail_lost()])
     spare_tail.max_step_tokens = max_step_tokens
     async with mesh(head, tail, spare_tail, repair_timeout_s=0.3) as (generations, _):
-        with pytest.raises(HopLost, match="computes something else"):
+        with pytest.raises(HopLost, match="no other route was found"):
             await run(generations)
         assert not spare_tail.opened
 
@@ -293,7 +293,7 @@ async def test_a_tracker_that_forgot_the_model_is_asked_again() -> None:
 async def test_sessions_are_renewed_often_enough_for_their_lease() -> None:
     gate = asyncio.Event()
     async with (
-        mesh(ShardServer(script=[b"a", gate]), routes=StaticRoutes((), lease_s=0.06)) as (generations, routes),
+        mesh(ShardServer(script=[b"a", gate]), routes=StaticRoutes((), lease_s=0.3)) as (generations, routes),
         generations.start(request()) as generation,
     ):
         await generation.next_token()

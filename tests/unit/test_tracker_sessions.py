@@ -205,6 +205,18 @@ async def test_an_answer_goes_on_where_the_same_is_computed_in_the_same_steps(me
     assert [shard.shard_id for shard in opened.route.shards] == ["like"]
 
 
+async def test_a_part_of_a_shard_survives_beside_steps_of_another_size(mesh: SessionMesh) -> None:
+    head, spare = make_shard("a", "0:3"), make_shard("a2", "0:3")
+    tail = make_shard("b", "1:8", cuts=[3]).model_copy(update={"max_step_tokens": 2 * head.max_step_tokens})
+    await mesh.offer(advertise(head), advertise(tail))
+    session = await mesh.sessions.open_session("tiny")
+    await mesh.offer(advertise(tail), advertise(spare))
+    repaired = await mesh.sessions.repair_session(
+        session.session_id, epoch=1, lost_shards=["a"], continuing=Continuation.of(session.route)
+    )
+    assert [(shard.shard_id, str(shard.layers)) for shard in repaired.route.shards] == [("a2", "0:3"), ("b", "3:8")]
+
+
 async def test_a_repair_needs_the_last_epoch_of_an_open_session(mesh: SessionMesh) -> None:
     await mesh.offer(*halves(), advertise(make_shard("b2", "3:8")))
     with pytest.raises(SessionLost, match="does not know"):

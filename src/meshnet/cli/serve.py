@@ -51,7 +51,7 @@ def serve(
     ] = 30.0,
     session_lease_s: Annotated[
         float,
-        typer.Option("--session-lease-s", min=1, help="A session not renewed for this long is an orphan, in seconds."),
+        typer.Option("--session-lease-s", min=3, help="A session not renewed for this long is an orphan, in seconds."),
     ] = 60.0,
     deploy: Annotated[
         list[str] | None,

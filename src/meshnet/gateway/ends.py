@@ -6,9 +6,10 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
-from meshnet.core import FinishCause, HopWork, RouteSource
+from meshnet.core import FinishCause, HopWork, RouteSession, RouteSource
 from meshnet.errors import MeshnetError, TrackerUnavailable
 from meshnet.gateway.settings import GatewaySettings
 
@@ -52,6 +53,12 @@ class SessionEnds:
         self._waiting.append(end)
         if self._retrying is None or self._retrying.done():
             self._retrying = asyncio.create_task(self._retry(), name="record ends of sessions")
+
+    async def abandon(self, opening: asyncio.Future[RouteSession]) -> None:
+        """End a session that the tracker opens for somebody who left meanwhile."""
+        with suppress(MeshnetError):
+            session = await opening
+            await self.record(SessionEnd(session.session_id, FinishCause.CANCELLED, 0))
 
     async def close(self) -> None:
         """Try once more; what is still waiting then is lost, and logged."""

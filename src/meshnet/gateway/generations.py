@@ -24,7 +24,7 @@ from meshnet.errors import (
     for_the_log,
 )
 from meshnet.gateway.background import Background
-from meshnet.gateway.ends import SessionEnd, SessionEnds
+from meshnet.gateway.ends import SessionEnds
 from meshnet.gateway.generation import Generation, GenerationRequest
 from meshnet.gateway.hops import Hop, RouteHops
 from meshnet.gateway.metrics import GatewayMetrics
@@ -40,6 +40,9 @@ _log = logging.getLogger(__name__)
 _NO_CAPACITY = refusal_name(pb.REFUSAL_NO_CAPACITY)
 
 _MAX_DESCRIPTIONS = 256
+
+#: However short a lease a tracker tells of.
+_LEAST_RENEW_S = 0.1
 
 
 class Generations:
@@ -140,21 +143,15 @@ class Generations:
             async with asyncio.timeout(self.settings.call_timeout_s):
                 return await asyncio.shield(opening)
         except TimeoutError as error:
-            self._background.run(self._abandon(opening))
+            self._background.run(self._ends.abandon(opening))
             raise TrackerUnavailable(f"the tracker chose no route within {self.settings.call_timeout_s:g} s") from error
         except asyncio.CancelledError:
-            self._background.run(self._abandon(opening))
+            self._background.run(self._ends.abandon(opening))
             raise
         except (NoRoute, Overloaded) as error:
             if refusals:
                 raise _no_route_left(refusals) from error
             raise
-
-    async def _abandon(self, opening: asyncio.Future[RouteSession]) -> None:
-        """Close a session that the tracker opens for somebody who left meanwhile."""
-        with contextlib.suppress(MeshnetError):
-            session = await opening
-            await self._ends.record(SessionEnd(session.session_id, FinishCause.CANCELLED, 0))
 
     def _renew_while_running(self) -> None:
         if self._renewing is None or self._renewing.done():
@@ -163,12 +160,13 @@ class Generations:
     async def _renew(self) -> None:
         """Tell the tracker from time to time which sessions are still wanted; ends when none is left."""
         while True:
-            await asyncio.sleep(self._renew_s())
+            pause_s = self._renew_s()
+            await asyncio.sleep(pause_s)
             wanted = [generation.session_id for generation in self._running]
             if not wanted:
                 return
             try:
-                async with asyncio.timeout(self.settings.call_timeout_s):
+                async with asyncio.timeout(min(self.settings.call_timeout_s, pause_s)):
                     unknown = await self._routes.renew_sessions(wanted)
             except (MeshnetError, TimeoutError) as error:
                 _log.warning("%d sessions could not be renewed: %s", len(wanted), str(error) or "no answer in time")
@@ -179,7 +177,7 @@ class Generations:
     def _renew_s(self) -> float:
         """Three times in the shortest lease at least."""
         leases_s = [generation.lease_s for generation in self._running if generation.lease_s is not None]
-        return min([self.settings.renew_s, *(lease_s / 3 for lease_s in leases_s)])
+        return min([self.settings.renew_s, *(max(_LEAST_RENEW_S, lease_s / 3) for lease_s in leases_s)])
 
     async def _description(self, head: Hop) -> pb.DescribeResponse:
         """Vocabulary facts and chat template of the route's artifact."""

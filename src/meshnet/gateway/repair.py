@@ -152,7 +152,7 @@ class Repairer:
             await asyncio.sleep(min(self._settings.repair_poll_s, deadline_s - now_s))
 
     async def _route(self, session: RouteSession, repair: _Repair, deadline_s: float) -> RouteSession:
-        timeout_s = min(self._settings.call_timeout_s, max(0.1, deadline_s - time.monotonic()))
+        timeout_s = self._timeout_s(deadline_s)
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._routes.repair_session(
@@ -165,17 +165,29 @@ class Repairer:
             raise TrackerUnavailable(f"the tracker chose no route within {timeout_s:g} s") from error
         # Which shares nothing with the one before. That one's slots may be all there are.
         await repair.free()
+        timeout_s = self._timeout_s(deadline_s)
+        opening = asyncio.ensure_future(
+            self._routes.open_session(
+                session.route.shards[0].model, avoid_shards=repair.avoid, continuing=repair.continuing
+            )
+        )
         try:
             async with asyncio.timeout(timeout_s):
-                opened = await self._routes.open_session(
-                    session.route.shards[0].model, avoid_shards=repair.avoid, continuing=repair.continuing
-                )
+                opened = await asyncio.shield(opening)
         except UnknownModel as error:
             raise NoRoute(f"the tracker has no node of this model now: {error}") from error
         except TimeoutError as error:
+            self._background.run(self._ends.abandon(opening))
             raise TrackerUnavailable(f"the tracker chose no route within {timeout_s:g} s") from error
+        except asyncio.CancelledError:
+            self._background.run(self._ends.abandon(opening))
+            raise
         repair.sessions.add(opened.session_id)
         return opened
+
+    def _timeout_s(self, deadline_s: float) -> float:
+        """Of a question to the tracker."""
+        return min(self._settings.call_timeout_s, max(0.1, deadline_s - time.monotonic()))
 
 
 class _Repair:
@@ -187,6 +199,8 @@ class _Repair:
         self.continuing = continuing
         #: Shards without a free slot when they were asked.
         self.full: set[str] = set()
+        #: Shards that would go on with other tokens.
+        self.unlike: set[str] = set()
         #: Opened because the tracker had lost the one before.
         self.sessions: set[str] = set()
         session_id = broken.hops.session.session_id
@@ -195,7 +209,7 @@ class _Repair:
 
     @property
     def avoid(self) -> list[str]:
-        return sorted(self.lost | self.full)
+        return sorted(self.lost | self.full | self.unlike)
 
     def check(self, route: Route) -> None:
         """Whatever a tracker says, an answer does not go on with other weights.
@@ -205,6 +219,7 @@ class _Repair:
         """
         unlike = next((shard for shard in route.shards if not self.continuing.fits(shard)), None)
         if unlike is not None:
+            self.unlike.add(unlike.shard_id)
             raise NoRoute(
                 f"shard {unlike.shard_id} cannot go on with the answer: it computes something else than the one before"
             )
@@ -212,9 +227,9 @@ class _Repair:
     async def free(self) -> None:
         """Have the session freed wherever it may still be held. Lost shards are told later."""
         held = {holder: held for holder, held in self.holding.items() if held[1].shard_id not in self.lost}
+        await asyncio.gather(*(hops.close([hop]) for hops, hop in held.values()))
         for holder in held:
             del self.holding[holder]
-        await asyncio.gather(*(hops.close([hop]) for hops, hop in held.values()))
 
     async def open(self, hops: RouteHops, capacity_tokens: int) -> list[pb.OpenResponse] | HopRefused | HopLost:
         """Open every hop; what each said, or the first refusal. Those that refused are avoided from now on."""

@@ -10,6 +10,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 
 from meshnet.core import Continuation, FinishCause, HopWork, LayerRange, Route, RouteSession, ServedModel
 from meshnet.errors import NoRoute, SessionLost, UnknownModel
@@ -292,7 +293,7 @@ class Sessions:
         keep: Mapping[str, LayerRange] = NOTHING_KEPT,
         continuing: Continuation | None = None,
     ) -> Route:
-        alike = offers if continuing is None else [offer for offer in offers if continuing.fits(offer.shard)]
+        alike = offers if continuing is None else _alike(offers, continuing)
         try:
             return self._choose_alike(model, alike, request, avoid, keep)
         except NoRoute as error:
@@ -345,6 +346,14 @@ class Sessions:
             ),
             lease_s=self._settings.session_lease_s,
         )
+
+
+def _alike(offers: Sequence[Offer], continuing: Continuation) -> Sequence[Offer]:
+    """What an answer may go on with: of some shards that is a part."""
+    fitting = ((offer, continuing.fitting(offer.shard)) for offer in offers)
+    return [
+        offer if shard is offer.shard else replace(offer, shard=shard) for offer, shard in fitting if shard is not None
+    ]
 
 
 def _request(prompt_tokens: int | None, answer_tokens: int | None) -> RouteRequest:
