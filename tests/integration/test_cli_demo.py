@@ -74,6 +74,7 @@ async def test_what_it_says_can_be_done_while_it_is_kept(tmp_path: Path) -> None
     while curl.rstrip().endswith("\\"):
         curl = curl.rstrip()[:-1] + await line_with(process.stdout, "")
     python = await line_with(process.stdout, "client = OpenAI")
+    export = await line_with(process.stdout, "export MESHNET_TRACKER")
     await line_with(process.stdout, "Ctrl-C stops everything.")
 
     done = await asyncio.to_thread(
@@ -87,6 +88,9 @@ async def test_what_it_says_can_be_done_while_it_is_kept(tmp_path: Path) -> None
             model=model, messages=[{"role": "user", "content": "Hello"}], max_tokens=8
         )
     assert answer.choices[0].message.content
+    told = await run("status", env=environment(tmp_path, **dict(re.findall(r"(MESHNET_\w+)=(\S+)", export))))
+    assert (told.code, told.err) == (0, "")
+    assert {"0:4", "4:8"} <= set(told.out.split())
 
     process.send_signal(signal.SIGINT)
     ran = await finish(process)

@@ -75,7 +75,7 @@ def test_telemetry_has_a_row_per_hop_also_for_lost_ones() -> None:
     (row,) = [line.split() for line in lines if line.startswith("n1")]
     assert row == ["n1/0-4.ab", "0:4", "1.2", "20.0", "0.5", "0.0", "999", "B", "12.3", "kB", "7", "3"]
     (row,) = [line.split() for line in lines if line.startswith("n2")]
-    assert row == ["n2/4-8.cd", *["?"] * 9]
+    assert row == ["n2/4-8.cd", "lost", *["-"] * 8]
 
 
 def test_model_output_cannot_drive_the_terminal() -> None:

@@ -19,6 +19,7 @@ import typer
 from meshnet.artifact import store
 from meshnet.cli import credentials
 from meshnet.cli.bars import ByteBars, byte_bars
+from meshnet.cli.node import TRACKER_ENVIRONMENT
 from meshnet.cli.stopping import until_stopped
 from meshnet.errors import MeshnetError
 
@@ -135,7 +136,7 @@ async def _demo(mesh: _Mesh, question: str, max_tokens: int, keep: bool) -> None
         if answer.telemetry is None:
             raise MeshnetError("the answer came without telemetry; gateway and command are of different versions")
         console().print(telemetry_table(answer.telemetry))
-        print(_how_to_call(url, mesh.api_key, model, keep), flush=True)
+        print(_how_to_call(mesh, url, model, keep), flush=True)
         if keep:
             ended = await started.any_ended()
             raise MeshnetError(f"{ended.name} ended by itself{ended.told()}")
@@ -216,7 +217,8 @@ def _step(text: str) -> None:
     print(f"• {text}", flush=True)
 
 
-def _how_to_call(url: str, api_key: str, model: str, keep: bool) -> str:
+def _how_to_call(mesh: _Mesh, url: str, model: str, keep: bool) -> str:
+    api_key = mesh.api_key
     lead = "Call it yourself" if keep else "With --keep (or KEEP=1 make demo) it stays up, and you can call it yourself"
     return f"""{lead}:
 
@@ -229,4 +231,8 @@ client = OpenAI(base_url="{url}/v1", api_key="{api_key}")
 messages = [{{"role": "user", "content": "Hello"}}]
 answer = client.chat.completions.create(model="{model}", messages=messages, max_tokens=100)
 print(answer.choices[0].message.content)
+
+Look into it with `meshnet status`, `meshnet ledger` or `meshnet doctor`, which read these:
+
+export {TRACKER_ENVIRONMENT}={url} {credentials.JOIN_TOKEN_ENVIRONMENT}={mesh.join_token}
 """ + ("\nCtrl-C stops everything." if keep else "")

@@ -59,7 +59,7 @@ def telemetry_table(telemetry: Telemetry) -> Table:
         )
         for hop in telemetry.hops
     ]
-    rows += [(shard, "?", *["?"] * len(right)) for shard in telemetry.missing_hops]
+    rows += [(shard, "lost", *["-"] * len(right)) for shard in telemetry.missing_hops]
     for repair in telemetry.repairs:
         title += f"\nepoch {repair.epoch}: {repair.hop} ({repair.cause}) replaced, {_took(repair)}"
     return table(title, ("hop", "layers", *right), rows, right=right)
