@@ -9,7 +9,8 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from upstreamlib.pins import Pins
@@ -101,8 +102,32 @@ def _forget_moved(source: Path, build: Path) -> None:
 
 
 def _stream(command: Sequence[str], build: Path, root: Path) -> None:
-    environment = {"CCACHE_BASEDIR": str(root), **os.environ}
-    if subprocess.run(command, stdin=subprocess.DEVNULL, env=environment, check=False).returncode != 0:
+    environment = {"CCACHE_BASEDIR": str(root), **os.environ, "NINJA_STATUS": "[%f/%t] "}
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE if command[0] == "ninja" else None,
+        stderr=subprocess.STDOUT if command[0] == "ninja" else None,
+        env=environment,
+        text=True,
+        errors="replace",
+    ) as process:
+        for line in _without_warnings(process.stdout or ()):
+            sys.stdout.write(line)
+            sys.stdout.flush()
+    if process.returncode != 0:
         free_bytes = shutil.disk_usage(build if build.exists() else build.parent).free
         hint = f"; only {free_bytes / 1e6:.0f} MB are free there" if free_bytes < _NEED_BYTES // 6 else ""
         raise BuildFailed(f"{command[0]} failed in {build} (its output is above){hint}")
+
+
+def _without_warnings(lines: Iterable[str]) -> Iterator[str]:
+    """Ninja's own lines, and what compilers say where they fail.
+
+    Warnings of llama.cpp and of the compiler's headers can run to thousands of lines; in our own code they are errors.
+    """
+    failed = False
+    for line in lines:
+        failed = line.startswith("FAILED:") or (failed and not line.startswith("["))
+        if failed or line.startswith(("[", "ninja:")):
+            yield line

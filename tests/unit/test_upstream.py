@@ -548,8 +548,18 @@ def test_builds_with_an_identity_and_rebuilds_only_what_changed(checkout: Checko
     assert subprocess.run([tool], capture_output=True, text=True, check=True).stdout == "72\n"
     assert (build / "id.txt").read_text().startswith(f"{identity}+dirty-")
     assert git(checkout.tree, "diff", "--cached") == ""
-    (checkout.tree / "src" / "a.cpp").write_text("int a() { return }\n")
-    assert checkout.fail("build", "--dirty", "--target", "tool").startswith("BuildFailed: ninja failed")
+    # Of what the compiler says, only what stops the build is shown.
+    warned = "#warning of upstream's own\n"
+    (checkout.tree / "src" / "a.cpp").write_text(f"{warned}int a() {{ return 7; }}\n")
+    dirty = checkout.run("build", "--dirty", "--target", "tool")
+    assert dirty.returncode == 0
+    assert "src/a.cpp" in dirty.stdout
+    assert "#warning" not in dirty.stdout + dirty.stderr
+    (checkout.tree / "src" / "a.cpp").write_text(f"{warned}int a() {{ return }}\n")
+    broken = checkout.run("build", "--dirty", "--target", "tool")
+    assert broken.returncode == 1
+    assert "BuildFailed: ninja failed" in broken.stderr
+    assert "expected primary-expression" in broken.stdout
 
     # The unpatched tree beside it has neither the patch nor the work in progress.
     checkout.succeed("unpatched", "--target", "tool")
