@@ -113,8 +113,10 @@ class Worker final : public LinkObserver, public FrameReceiver {
         uint64_t sample_us = 0;
     };
 
-    // worker.cpp: admission and calls
+    // worker.cpp: what it is, its vocabulary, its life
     v1::DescribeResponse make_description() const;
+
+    // worker_sessions.cpp: calls on sessions
     Refusal check_open(const v1::OpenRequest & request) const;
     Refusal check_room(const v1::Ticket & ticket) const;
     void open_on(const ServedPtr & served, const v1::OpenRequest & request, const OpenReply & reply);
