@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -54,13 +54,15 @@ class RealMesh(Mesh):
 
 
 @asynccontextmanager
-async def real_mesh(directory: Path, *layers: str, context: int = 1024, sessions: int = 4) -> AsyncIterator[RealMesh]:
-    """SmolLM2 served by one node per range of layers."""
+async def real_mesh(
+    directory: Path, *layers: str, context: int = 1024, sessions: int = 4, serve: Sequence[str] = ()
+) -> AsyncIterator[RealMesh]:
+    """SmolLM2 served by one node per range of layers; ``serve`` are options of `meshnet serve`."""
     path = fetch_sample("smollm2-135m-instruct")
     async with mesh(directory) as empty:
         running = RealMesh(empty.directory, empty.started)
         running.model_path = path
-        await running.serve()
+        await running.serve(*serve)
         for index, each in enumerate(layers):
             await running.node(each, "--context", str(context), "--sessions", str(sessions), state=f"node-{index}")
         await running.served()

@@ -133,8 +133,19 @@ async def test_twenty_sessions_at_once_say_what_each_says_alone(tmp_path: Path) 
             )
             return answer.choices[0].message.content, answer.usage.completion_tokens
 
+        async def most_open() -> int:
+            """The most sessions that a worker had open at once, until all have ended."""
+            most = 0
+            while any(counts := await running.open_sessions()) or not most:
+                most = max(most, *counts)
+            return most
+
         alone = [await ask(prompt) for prompt in prompts]
+        await running.idle()
+        counting = asyncio.create_task(most_open())
         together = await asyncio.gather(*(ask(prompt) for prompt in prompts))
         assert together == alone
+        # Not one after the other.
+        assert await counting >= 15
         assert len({text for text, _ in alone}) > 10
         await running.idle()

@@ -143,6 +143,16 @@ async def test_without_any_other_route_the_answer_breaks_off() -> None:
     assert [end[1] for end in routes.ends] == [FinishCause.FAILED]
 
 
+async def test_repair_can_be_turned_off() -> None:
+    head, tail, spare_tail, *_ = thirds([b"h", tail_lost()])
+    async with mesh(head, tail, spare_tail, repair_timeout_s=0) as (generations, routes):
+        with pytest.raises(HopLost, match=r"hop 1 \(tail\)") as caught:
+            async with generations.start(request()) as generation:
+                await pieces(generation)
+        assert "no other route" not in str(caught.value)
+    assert routes.repaired == []
+
+
 async def test_repairs_are_bounded() -> None:
     servers = [
         ShardServer(

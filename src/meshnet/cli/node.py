@@ -113,7 +113,8 @@ def node(
     """Serve layers of a model and report to a tracker, until SIGTERM or Ctrl-C.
 
     With --layers, serve these. Without, lend memory and disk to the tracker, which says what to hold.
-    A worker that dies is started again. A tracker that does not answer is tried again for ever.
+    A worker that dies after it was ready is started again; if the first one cannot start, the node ends and says why.
+    A tracker that does not answer is tried again for ever.
     """
     from meshnet.engines.native import WorkerOptions, find_worker
     from meshnet.node.address import choose_endpoint

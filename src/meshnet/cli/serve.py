@@ -47,7 +47,10 @@ def serve(
     ] = 60.0,
     repair_timeout_s: Annotated[
         float,
-        typer.Option("--repair-timeout-s", help="How long an answer whose route broke waits for another, in seconds."),
+        typer.Option(
+            "--repair-timeout-s",
+            help="How long an answer whose route broke waits for another, in seconds; 0: it ends at once.",
+        ),
     ] = 30.0,
     session_lease_s: Annotated[
         float,

@@ -338,7 +338,8 @@ class Generation:
         broken = self._leg
         broken.cancel()
         found = verdict(error, error.shard_id in self._doubted)
-        if found is Verdict.FATAL or len(self._repairs) >= self._settings.repair_attempts:
+        settings = self._settings
+        if found is Verdict.FATAL or len(self._repairs) >= settings.repair_attempts or not settings.repair_timeout_s:
             raise error
         (self._lost if found is Verdict.LOST else self._doubted).add(error.shard_id)
         _log.warning("%s; repairing the route", for_the_log(error))
@@ -350,7 +351,7 @@ class Generation:
                 last_step=last_step_start(self.prompt_tokens, len(self._tokens), self._chunk_tokens),
                 capacity_tokens=self.prompt_tokens + self._max_tokens,
                 can_rollback=self._can_rollback,
-                deadline_s=min(noticed_s + self._settings.repair_timeout_s, self._deadline_s),
+                deadline_s=min(noticed_s + settings.repair_timeout_s, self._deadline_s),
             )
         except RepairFailed as failed:
             self._check_deadline(error)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 
 from meshnet.errors import UsageError
 
+_MAY_BE_ZERO = frozenset({"repair_timeout_s"})
+
 
 @dataclass(frozen=True)
 class GatewaySettings:
@@ -44,7 +46,7 @@ class GatewaySettings:
     #: Repairs of one answer's route, at most …
     repair_attempts: int = 8
     #: … each of which may take so long to find a route and open it: waiting for a replacement included, computing the
-    #: history again not.
+    #: history again not. 0: an answer whose route breaks ends with an error at once.
     repair_timeout_s: float = 30.0
     #: Between two questions to the tracker whether the route can be repaired by now.
     repair_poll_s: float = 0.1
@@ -68,8 +70,12 @@ class GatewaySettings:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < math.inf:
+            if not isinstance(value, int | float) or isinstance(value, bool) or 0 < value < math.inf:
+                continue
+            if field.name not in _MAY_BE_ZERO:
                 raise UsageError(f"gateway setting {field.name} is {value}; give a number above 0")
+            if value != 0:
+                raise UsageError(f"gateway setting {field.name} is {value}; give 0 or a number above it")
         if self.require_api_key and not self.api_keys:
             raise UsageError("the gateway has no API key; give one, or turn keys off explicitly (require_api_key)")
         if not all(self.api_keys):
