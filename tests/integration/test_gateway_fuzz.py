@@ -13,10 +13,14 @@ from typing import Any
 import httpx
 
 from tests.integration.gateway_fixtures import MODEL, Mesh, mesh
+from tests.support.gateway_server import TEST_SETTINGS
 
 BODIES = 10_000
 SEED = 20_261_129
 CONNECTIONS = 12
+#: Bodies about as large as the limit are few: each of them is sent and read.
+LARGE = 12
+BODY_LIMIT = TEST_SETTINGS.max_body_bytes
 
 #: With its one worker alive and slots for every connection, the gateway has no reason for any other status.
 DOCUMENTED = {200, 400, 404, 413}
@@ -61,21 +65,70 @@ VALUES: list[Any] = [
 
 def bodies(rng: random.Random) -> Iterator[tuple[str, bytes]]:
     """Pairs of path and body."""
-    for _ in range(BODIES):
+    large = set(rng.sample(range(BODIES), LARGE))
+    for number in range(BODIES):
         path, base = rng.choice((("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)))
         fields = json.loads(json.dumps(base))
         fields["stream"] = rng.random() < 0.5
         kind = rng.random()
-        if kind < 0.1:
+        if number in large:
+            # One that just fits is no error.
+            size = BODY_LIMIT + rng.choice((0, 1, 100_000))
+            fields["user"] = ""
+            fields["user"] = "x" * (size - len(json.dumps(fields)))
+            yield path, json.dumps(fields).encode()
+        elif kind < 0.1:
             yield path, rng.randbytes(rng.randrange(200))
         elif kind < 0.2:
             yield path, json.dumps(random_json(rng, 4)).encode()
-        elif kind < 0.45:
+        elif kind < 0.4:
             yield path, flipped(rng, json.dumps(fields).encode())
+        elif kind < 0.6:
+            yield path, odd(rng, fields)
         else:
             for _ in range(rng.choice((0, 1, 1, 2, 4))):
                 mutate(rng, fields)
             yield path, json.dumps(fields, ensure_ascii=rng.random() < 0.5).encode()
+
+
+def odd(rng: random.Random, fields: dict[str, Any]) -> bytes:
+    """``fields`` with JSON text in one or two places that ``json.dumps`` does not write, or is not known for."""
+    members = [(name, json.dumps(value)) for name, value in fields.items()]
+    for _ in range(rng.choice((1, 1, 2))):
+        name = rng.choice((*fields, rng.choice(FIELDS)))
+        text = odd_text(rng)
+        if name in ("messages", "prompt") and rng.random() < 0.7:
+            # Where a string belongs, it is mostly one level further down.
+            text = f'[{{"role": "user", "content": {text}}}]' if name == "messages" else f"[{text}]"
+        if rng.random() < 0.3:
+            members.insert(rng.randrange(len(members) + 1), (name, text))  # mostly a duplicate
+        else:
+            members = [(other, text if other == name else value) for other, value in members]
+    return ("{" + ", ".join(f"{json.dumps(name)}: {value}" for name, value in members) + "}").encode()
+
+
+def odd_text(rng: random.Random) -> str:
+    """JSON, or nearly."""
+    kind = rng.randrange(5)
+    if kind == 0:
+        half = rng.choice((r"\ud800", r"\udfff", r"\udc00\ud800", r"\uD83D", r"\ud800\u0041"))
+        before, after = rng.choice(("", "a", r"\u20ac")), rng.choice(("", "b"))
+        return f'"{before}{half}{after}"'
+    if kind == 1:
+        depth = rng.choice((100, 190, 250, 1_000, 5_000, 20_000))
+        opening, closing = rng.choice((("[", "]"), ('{"a":', "}"), ('[{"type":"text","text":', "}]")))
+        return opening * depth + "0" + closing * rng.choice((depth, depth, 0))
+    if kind == 2:
+        digits = "".join(rng.choices("123456789", k=rng.choice((40, 400, 4_000, 5_000))))
+        return rng.choice(("", "-")) + digits + rng.choice(("", "", ".5", "e9", "e999"))
+    if kind == 3:
+        return rng.choice(
+            ("NaN", "Infinity", "-Infinity", "nan", "inf", "1e999", "-1e999", "0x10", "-0", "1_000", "01")
+        )
+    # Duplicate keys inside an object.
+    return rng.choice(
+        ('{"65": 1, "65": 2}', '{"65": 1, "65": null}', '{"type": "text", "type": "audio", "type": "text"}')
+    )
 
 
 def mutate(rng: random.Random, fields: dict[str, Any]) -> None:
@@ -122,7 +175,8 @@ async def send(mesh: Mesh, path: str, body: bytes, *, leave: bool) -> int | None
         response = request.result()
     else:
         response = await mesh.http.post(path, content=body)
-    assert response.status_code in DOCUMENTED, (response.status_code, response.text, path, body)
+    assert response.status_code in DOCUMENTED, (response.status_code, response.text, path, body[:2_000])
+    assert (response.status_code == 413) == (len(body) > BODY_LIMIT), (response.status_code, len(body))
     if response.status_code != 200:
         check_error(response, body)
     elif response.headers["content-type"].startswith("text/event-stream"):
@@ -135,7 +189,10 @@ async def send(mesh: Mesh, path: str, body: bytes, *, leave: bool) -> int | None
 def check_error(response: httpx.Response, body: bytes) -> None:
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}, (error, body)
+    assert isinstance(error["message"], str), (error, body)
     assert error["message"], body
+    assert error["param"] is None or isinstance(error["param"], str), (error, body)
+    assert isinstance(error["code"], str), (error, body)
     assert error["type"] == "invalid_request_error", (error, body)
 
 
@@ -155,6 +212,7 @@ async def test_bodies_that_make_no_sense() -> None:
         assert seen[200] > BODIES / 20
         assert seen[400] > BODIES / 4
         assert seen[404] > 0
+        assert seen[413] > 0
         await running.idle(timeout_s=5)
         assert running.routes.open_sessions == set()
         answer = await running.chat(max_tokens=3)

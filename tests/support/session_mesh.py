@@ -27,11 +27,11 @@ class Clock:
 class SessionMesh:
     """A registry with one node, and sessions on it."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, *, probing: bool = False) -> None:
         self.database = database
         self.unix = Clock(1_000_000.0)
         self.monotonic = Clock(50.0)
-        self.registry = Registry(database, SETTINGS, clock=self.monotonic)
+        self.registry = Registry(database, SETTINGS, clock=self.monotonic, probing=probing)
         self.sessions = Sessions(database, self.registry, SETTINGS, clock=self.unix)
         self.epoch = 0
         self.offered: tuple[ShardAdvertisement, ...] = ()

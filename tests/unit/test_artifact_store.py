@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
 
 import pytest
 
@@ -154,3 +156,16 @@ def test_space_is_checked_where_the_file_will_be(tmp_path: Path) -> None:
     store.ensure_space(tmp_path / "not" / "yet" / "there", 1)
     with pytest.raises(StoreError, match=r"not enough disk space.*1000000000000 MB are needed.*set MESHNET_STORE"):
         store.ensure_space(tmp_path / "not" / "yet", 10**18)
+
+
+@pytest.mark.parametrize(("underway", "reserve"), [(False, 67), (True, 34)])
+def test_a_full_disk_is_told_with_what_is_free_and_what_is_kept_in_reserve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, underway: bool, reserve: int
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=20_000_000))
+    with pytest.raises(StoreError) as caught:
+        store.ensure_space(tmp_path, 2_000_000, underway=underway)
+    assert str(caught.value).startswith(
+        f"not enough disk space at {tmp_path}: 2 MB are needed and 20 MB are free, but {reserve} MB of the disk are "
+        "kept in reserve for everything else on the machine; free some, or set MESHNET_STORE"
+    )

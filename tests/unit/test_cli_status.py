@@ -21,6 +21,7 @@ from meshnet.tracker.messages import (
 )
 
 DIGEST = f"sha256:{'a' * 64}"
+OTHER_DIGEST = f"sha256:{'ab' * 32}"
 
 
 def layers(text: str) -> LayerRange:
@@ -88,10 +89,22 @@ def test_speeds_are_per_layer_and_token(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_name_of_two_artifacts_is_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:
     told = mesh(shard("n1/a"))
     assert "artifacts" not in shown(told, capsys)
-    other = told.models[0].model_copy(update={"artifact_digest": "sha256:" + "ab" * 32})
-    text = shown(told.model_copy(update={"models": (*told.models, other)}), capsys)
-    assert re.search(r"tiny +abababab +8", text)
+    told = mesh(shard("n1/a"), shard("n1/b", artifact_digest=OTHER_DIGEST))
+    text = shown(told, capsys)
     assert "tiny is the name of 2 artifacts, and a request gets any of them; give one another --model-name" in text
+
+
+@pytest.mark.parametrize("state", ["left", "lost"])
+def test_a_name_is_not_shared_with_an_artifact_that_has_left(state: str, capsys: pytest.CaptureFixture[str]) -> None:
+    told = mesh(shard("n1/a"))
+    departed = told.models[0].model_copy(update={"artifact_digest": OTHER_DIGEST})
+    gone = told.nodes[0].model_copy(
+        update={"node_id": "n2", "state": state, "shards": (shard("n2/a", artifact_digest=OTHER_DIGEST),)}
+    )
+    told = told.model_copy(update={"models": (*told.models, departed), "nodes": (*told.nodes, gone)})
+    text = shown(told, capsys)
+    assert re.search(r"tiny +abababab +8", text)
+    assert "artifacts" not in text
 
 
 def test_what_no_mesh_has_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from meshnet.core import LayerRange, Route, Shard
 from meshnet.errors import NoRoute
+from meshnet.planner.coverage import HeldUp
 from meshnet.planner.routing import Link, Offer, RouteRequest, choose_route, covers, gaps, why_no_route
 from tests.support.shards import make_shard
 
@@ -201,6 +202,37 @@ def test_no_shard_at_all() -> None:
 def test_a_gap_is_named_with_its_layers() -> None:
     told = reason(make_shard("a", "0:3"), make_shard("b", "5:8"))
     assert told == "no route for tiny: gap at layer 3: no ready shard holds layers 3:5"
+
+
+def test_shards_that_are_not_ready_are_counted_with_their_reasons() -> None:
+    waiting = [HeldUp(make_shard(f"n{n}/w", "0:8"), "not probed yet") for n in range(3)]
+    none = "no ready shard holds any of its layers; "
+    assert why_no_route([], waiting[:1]) == none + "1 shard is advertised but not ready (n0/w: not probed yet)"
+    refused = HeldUp(make_shard("n3/w", "0:8"), "cannot be reached")
+    told = "4 shards are advertised but not ready (for example n0/w: not probed yet; n3/w: cannot be reached)"
+    assert why_no_route([], [refused, *waiting]) == none + told
+
+
+def test_only_shards_that_would_fill_the_gap_are_counted() -> None:
+    waiting = [HeldUp(make_shard("b", "3:8"), "not probed yet"), HeldUp(make_shard("a2", "0:3"), "not probed yet")]
+    told = why_no_route([make_shard("a", "0:3")], waiting)
+    gap = "gap at layer 3: no ready shard holds layers 3:8"
+    assert told == f"{gap}; 1 shard there is advertised but not ready (b: not probed yet)"
+    assert why_no_route([make_shard("a", "0:3")], waiting[1:]) == gap
+
+
+def test_what_is_told_of_shards_that_are_not_ready_is_bounded() -> None:
+    waiting = [HeldUp(make_shard(f"n{n}/w", "0:8"), f"{n} " + "x" * 10_000) for n in range(100)]
+    told = why_no_route([], waiting)
+    assert "100 shards are advertised but not ready (for example n0/w: 0 xx" in told
+    assert len(told) < 700
+
+
+def test_what_holds_shards_up_is_only_asked_without_a_route() -> None:
+    def never() -> list[HeldUp]:
+        raise AssertionError
+
+    choose_route("tiny", [Offer(make_shard("a", "0:8"))], held_up=never)
 
 
 def test_a_missing_head_is_a_gap_at_layer_0() -> None:

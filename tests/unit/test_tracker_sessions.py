@@ -16,8 +16,9 @@ from meshnet.core import Continuation, FinishCause, RouteSession, RouteSource
 from meshnet.errors import NoRoute, SessionLost, TrackerUnavailable, UnknownModel
 from meshnet.tracker.database import Database, sqlite_url
 from meshnet.tracker.messages import Departure, ShardLoad
+from meshnet.tracker.overview import coverage
 from meshnet.tracker.sessions import TIDY_S
-from tests.support.session_mesh import ME, SessionMesh, halves
+from tests.support.session_mesh import ME, SETTINGS, SessionMesh, halves
 from tests.support.shards import WORKER_KEY, advertise, make_shard
 
 
@@ -79,6 +80,51 @@ async def test_unknown_and_unserved_models_are_different_errors(mesh: SessionMes
         await mesh.sessions.open_session("tiny")
     await mesh.registry.deregister("n1", Departure(lease_epoch=mesh.epoch, instance=ME))
     with pytest.raises(NoRoute, match="no ready shard holds any of its layers"):
+        await mesh.sessions.open_session("tiny")
+
+
+async def test_only_models_that_are_advertised_now_are_offered_for_an_unknown_name(mesh: SessionMesh) -> None:
+    await mesh.offer(*halves(), advertise(make_shard("c", "0:3", model="departing")))
+    with pytest.raises(UnknownModel, match=r"known models: departing, tiny$"):
+        await mesh.sessions.open_session("huge")
+    await mesh.offer(*halves())
+    with pytest.raises(UnknownModel, match=r"known models: tiny$"):
+        await mesh.sessions.open_session("huge")
+    # Its name is known all the same.
+    with pytest.raises(NoRoute, match="no ready shard holds any of its layers; start a node that serves it"):
+        await mesh.sessions.open_session("departing")
+    await mesh.offer()
+    with pytest.raises(UnknownModel, match="no node offers any model now"):
+        await mesh.sessions.open_session("huge")
+
+
+async def test_shards_that_are_not_ready_are_told_instead_of_advice(mesh: SessionMesh) -> None:
+    mesh = SessionMesh(mesh.database, probing=True)
+    await mesh.offer(*halves())
+    with pytest.raises(NoRoute) as caught:
+        await mesh.sessions.open_session("tiny")
+    assert str(caught.value) == (
+        "no route for tiny: no ready shard holds any of its layers; 2 shards are advertised but not ready "
+        "(for example a: not probed yet)"
+    )
+    await mesh.registry.prove(["a"])
+    address = halves()[1].shard.address
+    await mesh.registry.doubt(["b"], f"cannot be reached at {address} from the tracker")
+    with pytest.raises(NoRoute) as caught:
+        await mesh.sessions.open_session("tiny")
+    told = "gap at layer 3: no ready shard holds layers 3:8; 1 shard there is advertised but not ready (b: cannot be "
+    assert str(caught.value) == f"no route for tiny: {told}reached from the tracker)"
+    # Where machines are is told to operators only.
+    (model,) = coverage(mesh.registry)
+    assert model.reason == f"{told}reached at {address} from the tracker)"
+    await mesh.registry.prove(["b"])
+    session = await mesh.sessions.open_session("tiny")
+    await mesh.registry.doubt(["b"], "its worker hangs")
+    with pytest.raises(NoRoute, match=r"1 shard there is advertised but not ready \(b: its worker hangs\)$"):
+        await mesh.sessions.repair_session(session.session_id, epoch=1, lost_shards=["b"])
+    # What waits for its lease to end is nothing to wait for.
+    mesh.monotonic.now += SETTINGS.lease_ttl_s + 1
+    with pytest.raises(NoRoute, match="start a node that serves it"):
         await mesh.sessions.open_session("tiny")
 
 

@@ -74,16 +74,18 @@ def ensure_space(path: Path, need_bytes: int, *, underway: bool = False) -> None
     While they are ``underway``, others may have taken some of what is left free.
 
     Raises:
-        StoreError: the file system is too full; the message has both figures.
+        StoreError: the file system is too full; the message has what is needed, free and kept in reserve.
     """
     existing = path
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
     free_bytes = shutil.disk_usage(existing).free
-    if free_bytes < need_bytes + (RESERVE_BYTES // 2 if underway else RESERVE_BYTES):
+    reserve_bytes = RESERVE_BYTES // 2 if underway else RESERVE_BYTES
+    if free_bytes < need_bytes + reserve_bytes:
         raise StoreError(
             f"not enough disk space at {existing}: {need_bytes / 1e6:.0f} MB are needed and "
-            f"{max(0, free_bytes - RESERVE_BYTES) / 1e6:.0f} MB are free; free some, or {_ADVICE}"
+            f"{free_bytes / 1e6:.0f} MB are free, but {reserve_bytes / 1e6:.0f} MB of the disk are kept in reserve for "
+            f"everything else on the machine; free some, or {_ADVICE}"
         )
 
 

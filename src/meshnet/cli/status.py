@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
+from collections import defaultdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -68,12 +68,17 @@ def not_ready_lines(told: TrackerStatus) -> list[str]:
 
 
 def shared_name_lines(told: TrackerStatus) -> list[str]:
-    """A line per name that more than one artifact goes by."""
-    counted = Counter(model.model for model in told.models)
+    """A line per name that more than one artifact goes by, of those whose shards are there now."""
+    # Not from `told.models`, which also tells of artifacts whose nodes have all left.
+    artifacts: dict[str, set[str]] = defaultdict(set)
+    for node in told.nodes:
+        if node.state == "live":
+            for shard in node.shards:
+                artifacts[shard.model].add(shard.artifact_digest)
     return [
-        f"{name} is the name of {n} artifacts, and a request gets any of them; give one another --model-name"
-        for name, n in sorted(counted.items())
-        if n > 1
+        f"{name} is the name of {len(digests)} artifacts, and a request gets any of them; give one another --model-name"
+        for name, digests in sorted(artifacts.items())
+        if len(digests) > 1
     ]
 
 

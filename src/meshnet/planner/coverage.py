@@ -5,9 +5,21 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from meshnet.core import LayerRange, Shard
 from meshnet.planner.shapes import Kin, Place, Shape, shape_of
+
+#: Clients are told no more than this of what holds shards up: reasons, and characters of each.
+MAX_REASONS = 2
+MAX_REASON_CHARS = 200
+
+
+class HeldUp(NamedTuple):
+    """A shard that is advertised but not ready, and why."""
+
+    shard: Shard
+    reason: str
 
 
 def covers(shards: Iterable[Shard]) -> bool:
@@ -28,10 +40,11 @@ def gaps(n_layer: int, ranges: Iterable[LayerRange]) -> tuple[LayerRange, ...]:
     return tuple(found)
 
 
-def why_no_route(shards: Sequence[Shard]) -> str:
-    """What is missing, told from the route that gets furthest. Meant for shards of one model without a route."""
+def why_no_route(shards: Sequence[Shard], held_up: Sequence[HeldUp] = ()) -> str:
+    """What is missing, told from the route that gets furthest, and which of ``held_up`` may be waited for. Meant for
+    shards of one model without a route."""
     if not shards:
-        return "no ready shard holds any of its layers; start a node that serves it"
+        return f"no ready shard holds any of its layers; {_waited_for(held_up) or 'start a node that serves it'}"
     reached = {kin: _reach(members) for kin, members in _by_kin(shards).items()}
     kin = max(reached, key=lambda kin: (reached[kin].layer, kin))
     layer, n_layer = reached[kin].layer, kin[2]
@@ -43,15 +56,42 @@ def why_no_route(shards: Sequence[Shard]) -> str:
         return mismatch
     holders = [shard for shard in shards if shape_of(shard).kin == kin]
     missing = next((gap for gap in gaps(n_layer, [shard.layers for shard in holders]) if gap.start == layer), None)
+    waited_for = _waited_for(held_up, missing or LayerRange(start=layer, end=layer + 1))
+    beside = f"; {waited_for}" if waited_for else ""
     if missing is not None:
-        return f"gap at layer {layer}: no ready shard holds layers {missing}"
+        return f"gap at layer {layer}: no ready shard holds layers {missing}{beside}"
     inside = min(
         (shard for shard in holders if shard.layers.start < layer < shard.layers.end or shard.layers.start > layer),
         key=lambda shard: (shard.layers.start, shard.shard_id),
         default=None,
     )
     overlap = f"; {inside.shard_id} holds {inside.layers}, but ranges must meet exactly" if inside else ""
-    return f"gap at layer {layer}: no ready shard starts there{overlap}"
+    return f"gap at layer {layer}: no ready shard starts there{overlap}{beside}"
+
+
+def _waited_for(held_up: Iterable[HeldUp], layers: LayerRange | None = None) -> str:
+    """How many of them hold some of ``layers`` (None: any), and what holds these up; empty if there are none."""
+    waiting = sorted(
+        (one for one in held_up if layers is None or _overlap(one.shard.layers, layers)),
+        key=lambda one: one.shard.shard_id,
+    )
+    if not waiting:
+        return ""
+    # A reason is told once, with the first shard that has it.
+    first = {one.reason: one.shard.shard_id for one in reversed(waiting)}
+    told = [f"{shard_id}: {_cut(reason)}" for reason, shard_id in reversed(first.items())][:MAX_REASONS]
+    n, there = len(waiting), "" if layers is None else " there"
+    counted = f"1 shard{there} is" if n == 1 else f"{n} shards{there} are"
+    example = "for example " if n > len(told) else ""
+    return f"{counted} advertised but not ready ({example}{'; '.join(told)})"
+
+
+def _overlap(one: LayerRange, other: LayerRange) -> bool:
+    return one.start < other.end and other.start < one.end
+
+
+def _cut(reason: str) -> str:
+    return reason if len(reason) <= MAX_REASON_CHARS else reason[: MAX_REASON_CHARS - 1] + "…"
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ is all that matters at an exit. So the work grows with the number of distinct sh
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import nsmallest
@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from meshnet.core import LayerRange, Route, Shard
 from meshnet.errors import NoRoute
-from meshnet.planner.coverage import covers, gaps, why_no_route
+from meshnet.planner.coverage import HeldUp, covers, gaps, why_no_route
 from meshnet.planner.offers import NO_LINKS, Link, Links, Offer, RouteRequest
 from meshnet.planner.predict import CHUNK_TOKENS
 from meshnet.planner.shapes import Shape
@@ -75,12 +75,14 @@ def choose_route(
     avoid: Collection[str] = (),
     keep: Mapping[str, LayerRange] = NOTHING_KEPT,
     links: Links = NO_LINKS,
+    held_up: Callable[[], Sequence[HeldUp]] = tuple,
 ) -> Route:
     """The route with the lowest predicted time for ``request``; the same for the same snapshot, in whatever order.
 
     Shards named in ``avoid`` are never used. ``keep`` names the surviving hops of a broken route and the ranges they
     served: of all routes, one is chosen in which as many layers as possible stay there. A full shard is used only if
     there is no way round it, one that holds fewer than ``request.capacity_tokens`` only if no route holds as many.
+    ``held_up`` is asked for shards that are not ready only if there is no route.
 
     Raises:
         NoRoute: the offered shards do not cover the model; the message says where and why.
@@ -90,7 +92,7 @@ def choose_route(
     found = _with_room(usable, request, keep, links)
     if found is not None:
         return Route(shards=found)
-    reason = why_no_route([offer.shard for offer in usable])
+    reason = why_no_route([offer.shard for offer in usable], held_up())
     avoided = sorted({offer.shard_id for offer in candidates} & set(avoid))
     beside = f" (leaving out {', '.join(avoided)}, which just failed or refused)" if avoided else ""
     raise NoRoute(f"no route for {model}{beside}: {reason}")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TypeVar, overload
 
 from meshnet.core import Replacement
+from meshnet.planner.coverage import HeldUp
 from meshnet.planner.offers import Link, Links, Offer
 from meshnet.tracker.messages import LinkMeasure, ShardAdvertisement
 from meshnet.tracker.nodes import Node
@@ -75,13 +76,24 @@ class Market:
         those that only lack a free slot for their probe."""
         self._refresh()
         is_ready = self._registry.may_repair if for_repair else self._registry.is_ready
-        silent = {shard_id for node in self._registry.silent() for shard_id in node.shards}
+        silent = self._silent()
         models = self._offers.values() if model is None else (self._offers.get(model, {}),)
         return [
             offer
             for offers in models
             for shard_id, offer in offers.items()
             if is_ready(shard_id)
+            and shard_id not in silent
+            and (artifact_digest is None or offer.shard.artifact_digest == artifact_digest)
+        ]
+
+    def held_up(self, model: str, *, artifact_digest: str | None = None) -> list[HeldUp]:
+        """Shards of a model that would take sessions if they were ready, and why they are not."""
+        silent = self._silent()
+        return [
+            HeldUp(offer.shard, reason)
+            for shard_id, offer in self._offers.get(model, {}).items()
+            if (reason := self._registry.why_not_ready(shard_id)) is not None
             and shard_id not in silent
             and (artifact_digest is None or offer.shard.artifact_digest == artifact_digest)
         ]
@@ -102,6 +114,10 @@ class Market:
     def links(self) -> Links:
         """What nodes measured of the ways to each other, as it is whenever it is looked at."""
         return self._links
+
+    def _silent(self) -> set[str]:
+        """Shards whose node may be gone already."""
+        return {shard_id for node in self._registry.silent() for shard_id in node.shards}
 
     def _report(self, node: Node) -> None:
         """Take over what a node has told, or that it is gone."""

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from meshnet.core import LayerRange, Shard
-from meshnet.planner.coverage import covers, gaps, why_no_route
+from meshnet.core import Shard
+from meshnet.planner.coverage import HeldUp, covers, gaps, why_no_route
 from meshnet.tracker.messages import ModelCoverage, NodeStatus, ShardAdvertisement, ShardStatus
 from meshnet.tracker.nodes import LIVE, KnownModel, Node
 from meshnet.tracker.registry import Registry
-
-#: Most shards whose trouble is told with a model.
-MAX_TOLD = 3
 
 
 def node_status(registry: Registry, node: Node, open_on: Callable[[str], int]) -> NodeStatus:
@@ -53,29 +50,23 @@ def coverage(registry: Registry) -> tuple[ModelCoverage, ...]:
 
 
 def _model_coverage(registry: Registry, known: KnownModel, shards: Sequence[Shard]) -> ModelCoverage:
-    ready = [shard for shard in shards if registry.is_ready(shard.shard_id)]
+    ready: list[Shard] = []
+    held_up: list[HeldUp] = []
+    for shard in shards:
+        reason = registry.why_not_ready(shard.shard_id)
+        if reason is None:
+            ready.append(shard)
+        else:
+            held_up.append(HeldUp(shard, reason))
     routable = covers(ready)
-    missing = gaps(known.n_layer, [shard.layers for shard in ready])
     return ModelCoverage(
         model=known.model,
         artifact_digest=known.artifact_digest,
         n_layer=known.n_layer,
         routable=routable,
-        reason=None if routable else why_no_route(ready) + _held_up(registry, shards, missing),
-        gaps=missing,
+        reason=None if routable else why_no_route(ready, held_up),
+        gaps=gaps(known.n_layer, [shard.layers for shard in ready]),
     )
-
-
-def _held_up(registry: Registry, shards: Sequence[Shard], missing: Sequence[LayerRange]) -> str:
-    """The shards that would fill a gap if they were ready, and why they are not."""
-    told = [
-        f"{shard.shard_id} ({shard.layers}) is not ready: {registry.why_not_ready(shard.shard_id)}"
-        for shard in sorted(shards, key=lambda shard: shard.shard_id)
-        if not registry.is_ready(shard.shard_id)
-        and any(shard.layers.start < gap.end and gap.start < shard.layers.end for gap in missing)
-    ]
-    more = [f"and {len(told) - MAX_TOLD} more"] if len(told) > MAX_TOLD else []
-    return "".join(f"; {one}" for one in told[:MAX_TOLD] + more)
 
 
 def _shard_status(advertised: ShardAdvertisement, why_not_ready: str | None, open_sessions: int) -> ShardStatus:

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from meshnet.core import Continuation, FinishCause, HopWork, LayerRange, Route, RouteSession, ServedModel
 from meshnet.errors import NoRoute, SessionLost, UnknownModel
+from meshnet.planner.coverage import HeldUp
 from meshnet.planner.offers import DEFAULT_ANSWER_TOKENS, DEFAULT_PROMPT_TOKENS, Offer, RouteRequest
 from meshnet.planner.routing import NOTHING_KEPT, choose_route
 from meshnet.rpc.tickets import make_ticket
@@ -103,14 +104,12 @@ class Sessions:
         """Choose a route and sign one ticket per hop. Shards that others just lost are used only if need be.
 
         Raises:
-            UnknownModel: no artifact of that name was ever advertised here.
+            UnknownModel: no artifact of that name was ever advertised here; the message names those that are now.
             NoRoute: the shards offered now do not cover it; the message says where and why.
             TrackerUnavailable: the database failed.
         """
-        known = sorted({known.model for known in self._registry.models()})
-        if model not in known:
-            told = f"known models: {', '.join(known)}" if known else "no node has offered any model yet"
-            raise UnknownModel(f"model {model!r} is not known; {told}", param="model")
+        if all(known.model != model for known in self._registry.models()):
+            raise UnknownModel(f"model {model!r} is not known; {self._advertised_models()}", param="model")
         request = _request(prompt_tokens, answer_tokens)
         route = self._choose(model, self._market.offers(model), request, avoid_shards, continuing=continuing)
         opened_unix_s = int(self._clock())
@@ -161,12 +160,12 @@ class Sessions:
         capacity = min((hop.capacity_tokens for hop in session.hops), default=0)
         request = RouteRequest(capacity_tokens=capacity)
         try:
-            route = self._choose(session.model, offers, request, lost_shards, keep, continuing)
+            route = self._choose(session.model, offers, request, lost_shards, keep, continuing, digest)
         except NoRoute:
             try:
                 # Sessions that wait for this hold the slots that the probe of a new shard would need.
                 offers = self._market.offers(session.model, artifact_digest=digest, for_repair=True)
-                route = self._choose(session.model, offers, request, lost_shards, keep, continuing)
+                route = self._choose(session.model, offers, request, lost_shards, keep, continuing, digest)
             except NoRoute:
                 self.unrepairable(lost_shards)
                 raise
@@ -263,6 +262,13 @@ class Sessions:
         """Closed sessions still remembered."""
         return await self._store.count_closed()
 
+    def _advertised_models(self) -> str:
+        """The names that a request could ask for. Those whose nodes have all left would only mislead."""
+        names = sorted({advertised.shard.model for advertised in self._registry.advertised()})
+        if names:
+            return f"known models: {', '.join(names)}"
+        return "no node offers any model now" if self._registry.models() else "no node has offered any model yet"
+
     def _good(self, session_id: str, now_unix_s: int) -> OpenSession:
         session = self._open.get(session_id)
         if session is None:
@@ -292,10 +298,15 @@ class Sessions:
         avoid: Collection[str],
         keep: Mapping[str, LayerRange] = NOTHING_KEPT,
         continuing: Continuation | None = None,
+        artifact_digest: str | None = None,
     ) -> Route:
         alike = offers if continuing is None else _alike(offers, continuing)
+
+        def held_up() -> Sequence[HeldUp]:
+            return self._held_up(model, artifact_digest, offers, continuing)
+
         try:
-            return self._choose_alike(model, alike, request, avoid, keep)
+            return self._choose_alike(model, alike, request, avoid, keep, held_up)
         except NoRoute as error:
             if len(alike) == len(offers):
                 raise
@@ -309,6 +320,7 @@ class Sessions:
         request: RouteRequest,
         avoid: Collection[str],
         keep: Mapping[str, LayerRange],
+        held_up: Callable[[], Sequence[HeldUp]],
     ) -> Route:
         avoided = frozenset(avoid)
         links = self._market.links()
@@ -318,7 +330,19 @@ class Sessions:
                 return choose_route(model, offers, request=request, avoid=avoided | suspects, keep=keep, links=links)
             except NoRoute:
                 pass
-        return choose_route(model, offers, request=request, avoid=avoided, keep=keep, links=links)
+        return choose_route(model, offers, request=request, avoid=avoided, keep=keep, links=links, held_up=held_up)
+
+    def _held_up(
+        self, model: str, artifact_digest: str | None, offers: Sequence[Offer], continuing: Continuation | None
+    ) -> Sequence[HeldUp]:
+        """Shards beside ``offers`` that would do if they were ready."""
+        offered = {offer.shard_id for offer in offers}
+        return [
+            # Clients are told: where machines are is for operators.
+            one._replace(reason=one.reason.replace(f" at {one.shard.address}", ""))
+            for one in self._market.held_up(model, artifact_digest=artifact_digest)
+            if one.shard.shard_id not in offered and (continuing is None or continuing.fitting(one.shard) is not None)
+        ]
 
     def _hops(self, route: Route) -> tuple[Hop, ...]:
         return tuple(
